@@ -1,9 +1,9 @@
 """Offline batch inference over datasets; see the README.
 
-from batchgen import LLM, SamplingParams, run_job
+    from batchgen import LLM, SamplingParams, run_job
 
-The names in `__all__` are public. Everything else may change between versions, but for the names
-that configurations have behind `_target_`.
+The names in `__all__` are public, and so are the names that configurations use as `_target_`.
+Everything else may change between versions.
 """
 
 import os
@@ -94,12 +94,14 @@ _HOME = {
     "run_job": "batchgen.api.python.job_calls",
     "same_math": "batchgen.evals.math.same",
 }
+"""The module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used.
+    """Import a public name at its first use, and return the object.
 
-    Every `import batchgen.…` runs this file, and most have no use for what these names load.
+    Every `import batchgen.…` runs this file, and most imports do not need these names, some of
+    which load torch. Raises AttributeError for any other name.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'batchgen' has no attribute {name!r}")

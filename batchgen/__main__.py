@@ -1,12 +1,13 @@
-"""The command `batchgen`: it runs one job, or several with `--multirun`, or a verb.
+"""The command `batchgen`: runs one job, several jobs (`--multirun`), a pipeline, or a verb such as
+`batchgen report`.
 
 Exit codes: 0 if all rows have an answer, 1 if the job failed, 2 if there is a mistake in the
 configuration, 3 if the job is complete but some rows have an error instead of an answer, 4 if its
-budget is spent, and 128 plus the signal's number if a signal stopped it. A sweep ends with the
-gravest code of its jobs; a signal ends the whole sweep.
+budget is spent, and 128 plus the signal's number if a signal stopped it. A sweep returns the most
+serious exit code of its jobs. A signal ends the whole sweep.
 
-Torch, transformers and the libraries of the data take seconds to load. So nothing is imported here
-before it is known to be needed.
+Torch, transformers and the data libraries take seconds to load. So most modules are imported inside
+functions, once it is clear that they are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """The console script: runs what the command line says and ends the process."""
+    """The console script: run the command line, and end the process with its exit code."""
     code = run_command(sys.argv[1:])
     ranks = sys.modules.get("batchgen.engine.parallel.rank_group")  # only if a job has imported it
     if ranks is not None:
@@ -38,10 +39,10 @@ def main() -> None:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run what the command line says and return the exit code.
+    """Run the command line, and return the exit code.
 
     Args:
-        arguments: of the command line, without the program's name.
+        arguments: the command line without the program's name.
     """
     share_cores()
     be_quiet()
@@ -60,6 +61,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _run_options(options: Options) -> int:
+    """Run a command line without a verb: print what an option asks for, such as `--help`, or run a
+    pipeline, a sweep or one job. Returns the exit code."""
     if "--version" in options.flags:
         from batchgen.util.versions import versions
 
@@ -106,6 +109,7 @@ def _run_options(options: Options) -> int:
 
 
 def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
+    """Run a pipeline, or list its steps with `--dry-run`. Returns the exit code."""
     if "--multirun" in options.flags:
         raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
     pipeline.check_early()

@@ -1,7 +1,7 @@
-"""`batchgen --completion bash`: a script after which TAB completes groups, choices and keys, those
-of a pipeline's step among them, and the options of verbs.
+"""Writes the script of `batchgen --completion bash`, which makes TAB complete groups, choices, keys
+(also those of a pipeline's steps) and the options of verbs.
 
-The words are written into the script, so that a TAB starts no process.
+All words are written into the script, so that completion starts no process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BASH = """\
 complete -o nospace -F _batchgen batchgen
 """
 _DEFAULTS = "defaults"
-"""The key of a choice that names the choices that it is made of."""
+"""The key of a choice that lists the choices it is composed of. It is not completed."""
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _FISH = """\
 # batchgen: batchgen --completion fish | source
@@ -50,17 +50,18 @@ complete -c batchgen -a {words}
 {verbs}
 """
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+"""A long option in the text of a verb's module."""
 
 
 def completion_script(shell: str) -> str:
-    """The script for a shell. Raises ConfigError for one that has none."""
+    """Return the script for a shell. Raises ConfigError unless it is bash, zsh or fish."""
     words = shlex.quote(" ".join(_words()))
     if shell == "fish":
         line = "complete -c batchgen -n '__fish_seen_subcommand_from {}' -a {}"
-        of_verbs = [
+        verb_lines = [
             line.format(verb, shlex.quote(options)) for verb, options in _verb_options().items()
         ]
-        return _FISH.format(words=words, verbs="\n".join(of_verbs))
+        return _FISH.format(words=words, verbs="\n".join(verb_lines))
     if shell not in ("bash", "zsh"):
         raise ConfigError(f"--completion {shell}: give bash, zsh or fish")
     cases = [
@@ -71,8 +72,8 @@ def completion_script(shell: str) -> str:
 
 
 def _verb_options() -> dict[str, str]:
-    """The options of each verb. They are read in the text of its module, which names them, as
-    importing all of them takes seconds."""
+    """Return the options of each verb, separated by spaces. They are found in the source text of
+    the verb's module, because importing all modules takes seconds."""
     options = {}
     for name, verb in VERBS.items():
         spec = find_spec(verb.module)
@@ -83,6 +84,8 @@ def _verb_options() -> dict[str, str]:
 
 
 def _words() -> list[str]:
+    """Return all words that can begin an argument: verbs, options, `group=choice`, and keys with
+    their values."""
     words = [*VERBS, *(flag for flag, text in FLAGS.items() if text)]
     words += [
         f"{group}={choice}"
@@ -98,7 +101,8 @@ def _words() -> list[str]:
 
 
 def _values(key: str) -> list[str]:
-    """All values that a key can have, if they are few."""
+    """Return all values of a key that is a boolean or has a fixed set of values; empty for other
+    keys."""
     hint = declared_type(key)
     if hint is bool:
         return ["true", "false"]

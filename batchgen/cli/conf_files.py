@@ -1,7 +1,5 @@
-"""Reads the comments of conf/*.yaml, which explain each choice and each of its keys.
-
-Help and job files take their texts from there, so that each is written once.
-"""
+"""Reads the comments of conf/*.yaml, which explain each choice and each of its keys. `batchgen
+--help` and `batchgen init` show them, so that each explanation is written once."""
 
 from __future__ import annotations
 
@@ -14,7 +12,12 @@ from batchgen.config.groups.config_keys import choice_text
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a choice, with the lines of comment above it and its own lines of YAML."""
+    """One key of a choice.
+
+    Attributes:
+        comment: the comment lines above the key, without `#`.
+        lines: the YAML lines of the key and its value.
+    """
 
     name: str
     comment: tuple[str, ...]
@@ -28,7 +31,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """One choice of a group: the comment of its file, and its keys in the order of the file."""
+    """One choice of a group.
+
+    Attributes:
+        about: the lines of the comment at the top of its file.
+        entries: its keys, in the order of the file.
+    """
 
     group: str
     name: str
@@ -37,7 +45,7 @@ class GroupChoice:
 
 
 def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> GroupChoice:
-    """A choice with its comments, from its file in conf/ or in a folder of the user."""
+    """Read a choice with its comments, from its file in conf/ or in one of the user's `folders`."""
     about: tuple[str, ...] | None = None
     entries: list[Entry] = []
     comment: list[str] = []
@@ -45,7 +53,7 @@ def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> GroupCho
         if line.startswith("#"):
             comment.append(line[1:].removeprefix(" "))
         elif about is None and not line.startswith(" "):
-            # The first comment is the file's, whether an empty line follows it or a key.
+            # The first comment describes the file, even if a key follows without an empty line.
             about = tuple(text for text in comment if not text.startswith("@package"))
             comment = []
             entries += [Entry(line.partition(":")[0], (), (line,))] if line else []

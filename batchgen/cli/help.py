@@ -1,4 +1,5 @@
-"""The texts of `batchgen --help`, of all groups or about one group, choice or key."""
+"""Writes the texts of `batchgen --help`: an overview, or an explanation of one group, choice, key
+or list of steps. `help_text` is the entry point."""
 
 from __future__ import annotations
 
@@ -50,15 +51,26 @@ _COMMON = (
     *("prompt.system", "sampling.temperature", "sampling.max_new_tokens", "sampling.n"),
     *("sampling.stop", "output.dir", "output.columns"),
 )
+"""The keys that the overview explains."""
 
 
 def help_text(about: Sequence[str], folders: Sequence[Path] = ()) -> str:
-    """The text of --help: an overview, or an explanation of each word in `about`: a group, a choice
-    (GROUP=CHOICE), a key or a list of steps. `folders` may have further choices."""
+    """Return the text of --help.
+
+    Args:
+        about: the words to explain: a group, a choice (GROUP=CHOICE), a key or a list of steps.
+            Without words, the text is an overview.
+        folders: the user's folders with further choices.
+
+    Raises:
+        ConfigError: there is nothing of that name.
+    """
     return "\n\n".join(_about(w, folders) for w in about) if about else _overview(folders)
 
 
 def _overview(folders: Sequence[Path]) -> str:
+    """Return the help without words: usage, verbs, groups, lists of steps, common keys and
+    options."""
     parts = [_USAGE]
     rows = [(f"{name} {verb.arguments}", verb.help) for name, verb in VERBS.items()]
     parts.append(_table("Verbs (batchgen VERB --help)", rows))
@@ -75,7 +87,7 @@ def _overview(folders: Sequence[Path]) -> str:
 
 
 def _about(word: str, folders: Sequence[Path]) -> str:
-    """The help on one word; raises ConfigError if it is nothing of all that."""
+    """Return the help on one word. Raises ConfigError for an unknown word."""
     word = word.lstrip("+")  # as +experiment=NAME is typed
     group, equals, choice = word.partition("=")
     if word in _GROUPS:
@@ -97,8 +109,8 @@ def _about(word: str, folders: Sequence[Path]) -> str:
 
 
 def _group_help(group: str, folders: Sequence[Path]) -> str:
-    """The choices of a group. Keys that a choice before explains in the same words are only
-    named."""
+    """Return the help on a group: all its choices. A key that an earlier choice explains in the
+    same words is only named."""
     explained: list[Entry] = []
     texts = []
     for name in _default_first(group, folders):
@@ -110,7 +122,7 @@ def _group_help(group: str, folders: Sequence[Path]) -> str:
 def _choice_help(
     group: str, name: str, folders: Sequence[Path], explained: Sequence[Entry] = ()
 ) -> str:
-    """What a choice is for, and its keys; those among `explained` are only named."""
+    """Return what a choice is for, and its keys. Keys in `explained` are only named."""
     choice = read_choice(group, name, folders)
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]
@@ -120,43 +132,46 @@ def _choice_help(
         return "\n".join(lines)
     for entry in choice.entries:
         if entry not in explained:
-            is_key = entry.name != "defaults"  # Hydra's list of choices in a file of the user
+            is_key = entry.name != "defaults"  # `defaults` is Hydra's list of choices
             lines += _entry_lines(entry, f"{group}.{entry.name}" if is_key else entry.name)
-    if again := [entry.name for entry in choice.entries if entry in explained]:
-        named = f"  as above: {', '.join(again)}"
-        lines += textwrap.wrap(named, _WIDTH, subsequent_indent="    ")
+    if repeated := [entry.name for entry in choice.entries if entry in explained]:
+        as_above = f"  as above: {', '.join(repeated)}"
+        lines += textwrap.wrap(as_above, _WIDTH, subsequent_indent="    ")
     return "\n".join(lines)
 
 
 def _entry_lines(entry: Entry, name: str) -> list[str]:
+    """Return the lines that explain one key."""
     first = f"  {name}: {entry.value}".rstrip()
     return [*first.split("\n"), *(f"    {line}".rstrip() for line in entry.comment)]
 
 
 def _entry(key: str) -> Entry:
-    """A key as the default choice of its group explains it, or else the first choice that has
-    it."""
+    """Return a key with the explanation of its group's default choice, or of the first choice that
+    has the key."""
     group, _, name = key.partition(".")
     with_key = all_keys()[key]
     choice = next((c for c in _default_first(group) if c in with_key and c != "demo"), with_key[0])
-    if key == "model.path":  # the default model has a path of its own, with another comment
+    if key == "model.path":  # the default model has a fixed path, with another comment
         choice = "hf"
     return next(entry for entry in read_choice(group, choice).entries if entry.name == name)
 
 
 def _default_first(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """Return the names of a group's choices, the default first."""
     default = default_choices().get(group)
     return sorted(choices(group, folders), key=lambda name: name != default)
 
 
 def _sentence(entry: Entry) -> str:
-    """The first sentence of the comment on a key, in one line."""
+    """Return the first sentence of the comment on a key, in one line."""
     text = " ".join(entry.comment)
     end = text.find(". ")
     return textwrap.shorten(text if end < 0 else text[:end], _WIDTH - 28, placeholder=" …")
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return a title and rows of a name and a text, as lines of at most `_WIDTH` characters."""
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{title}:"]
     for name, text in rows:

@@ -1,8 +1,9 @@
-"""Runs sweeps, and command lines that name Hydra's launchers or sweepers, as a Hydra application.
+"""Runs sweeps, and command lines with Hydra's launchers or sweepers, as a Hydra application.
+`run_hydra` is the entry point.
 
-`batchgen --multirun sampling.seed=1,2` runs a job after the other in this process, and `batchgen
---multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. The jobs are
-composed as without a launcher; Hydra decides where and in which order they run.
+`batchgen --multirun sampling.seed=1,2` runs jobs one after another in this process. `batchgen
+--multirun hydra/launcher=submitit_slurm sampling.seed=1,2` submits the jobs to Slurm. Jobs are
+composed as without a launcher. Hydra decides where and in which order they run.
 """
 
 from __future__ import annotations
@@ -67,16 +68,17 @@ _PLUGINS = {
     "optuna": "hydra-optuna-sweeper",
     "colorlog": "hydra-colorlog",
 }
-"""Choices of Hydra's own groups that come with a package of their own."""
+"""Choices of Hydra's launchers, sweepers and loggers, and the package that each is part of."""
 
 
 _QUIET = ("hydra/hydra_logging=none", "hydra/job_logging=none")
-"""A plain sweep says itself which job it runs."""
+"""Switches Hydra's logging off, because a sweep without Hydra's options prints which job it
+runs."""
 
 
 class SweepJobFailed(CompactHydraException):
-    """A job failed in a process of its own, where it has printed why: a launcher hands back the
-    exceptions of its jobs, and not their exit codes."""
+    """A job failed in another process, which has printed the reason. Launchers pass on the
+    exceptions of jobs, but not their exit codes, so the exception has the code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -90,9 +92,14 @@ class SweepJobFailed(CompactHydraException):
 class HydraTask:
     """The function that Hydra calls for each job, in this process or in another one.
 
-    A job's folder goes `below` the `sweep.dir` or `run.dir` of Hydra, or below `output.dir`, unless
-    `output.dir` says it alone (""). `process` is where the command was typed, `jobs` have run
-    there, which load the `weights` of one model once.
+    Attributes:
+        arguments: the command line in Hydra's grammar.
+        below: the parent of the jobs' folders: "sweep.dir" or "run.dir" of Hydra, "output.dir", or
+            "" if `output.dir` is a job's own folder.
+        trust: which code named in configuration files may run.
+        process: the id of the process in which the command was typed.
+        jobs: the jobs that have run in that process.
+        weights: the loaded weights, which jobs with the same model share.
     """
 
     arguments: HydraArguments
@@ -103,19 +110,22 @@ class HydraTask:
     weights: KeptWeights = field(default_factory=KeptWeights)
 
     def __call__(self, cfg: DictConfig) -> float | None:
-        """Run a job; returns its tokens per second, which a sweeper may optimise.
+        """Run a job, and return its tokens per second, which a sweeper may optimise; None if it has
+        none.
 
-        Raises SweepJobFailed in another process, and SystemExit if a signal ends the whole sweep.
+        Raises:
+            SweepJobFailed: the job failed in another process than the command's.
+            SystemExit: a signal ends the whole sweep.
         """
         elsewhere = os.getpid() != self.process
-        if elsewhere:  # on the machine that a launcher chose, nothing of this was done yet
+        if elsewhere:  # a launcher's process has not run `run_command`
             share_cores()
             be_quiet()
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         job = SweepJob((self._name() or ".") if sweep else "", None)
         if sweep:
-            of = f" of {len(self.arguments.names)}" if self.arguments.names else ""
-            print(f"── job {HydraConfig.get().job.num + 1}{of}: {job.name}", flush=True)
+            of_total = f" of {len(self.arguments.names)}" if self.arguments.names else ""
+            print(f"── job {HydraConfig.get().job.num + 1}{of_total}: {job.name}", flush=True)
         job.code = report(lambda: self._run(cfg, job))
         if elsewhere and job.code:
             raise SweepJobFailed(job.code)
@@ -125,6 +135,7 @@ class HydraTask:
         return _speed(job)
 
     def _run(self, cfg: DictConfig, job: SweepJob) -> JobOutcome:
+        """Set the job's output folder, complete its configuration, and run it."""
         hydra_config = HydraConfig.get()
         if self.below == "run.dir":
             cfg.output.dir = hydra_config.run.dir
@@ -138,7 +149,8 @@ class HydraTask:
         return run_configured(job.config, self.weights)
 
     def _name(self) -> str:
-        """The folder of a job of a sweep, named by the settings in which it differs from others."""
+        """Return the name of a job's folder in a sweep, made of the settings in which the job
+        differs from others."""
         fixed, typed = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
         varied = tuple(text for text in typed if text.partition("=")[0] not in fixed)
         if varied in self.arguments.names:
@@ -149,7 +161,7 @@ class HydraTask:
 
 
 def run_hydra(options: Options) -> int:
-    """Run the job or the sweep of a command line that names something of Hydra itself."""
+    """Run the job or the sweep of a command line with Hydra's options, and return the exit code."""
     trust = trust_of(options, options.overrides)
     _check_trusted(options, trust)
     _check_plugins(options.hydra)
@@ -158,7 +170,7 @@ def run_hydra(options: Options) -> int:
     sweep = "--multirun" in options.flags or (mode or "").upper() == "MULTIRUN"
     if not options.hydra:
         for argument in options.overrides:
-            swept_values(argument)  # Hydra's basic sweeper takes none that cannot be counted
+            swept_values(argument)  # Hydra's basic sweeper needs finite lists
     arguments = hydra_arguments(options, sweep)
     task = HydraTask(arguments, parent_of_jobs(arguments, options, sweep=sweep), trust)
     words = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
@@ -174,7 +186,7 @@ def run_hydra(options: Options) -> int:
     code = _call(task, [*_flags(options), *words])
     names = list(arguments.names.values())
     if not task.jobs:
-        if sweep and parent is not None and not code:  # a launcher ran them in other processes
+        if sweep and parent is not None and not code:  # a launcher ran the jobs in other processes
             show_arms([(name, f"{parent}/{name}") for name in names if name])
         return code
     if sweep:
@@ -186,7 +198,7 @@ def run_hydra(options: Options) -> int:
 
 
 def _call(task: HydraTask, arguments: Sequence[str]) -> int:
-    """Let Hydra read the arguments and run its launcher; returns the exit code."""
+    """Let Hydra read the arguments and launch the jobs; returns the exit code."""
     main = hydra.main(config_path="pkg://batchgen.conf", config_name="config", version_base="1.3")
     GlobalHydra.instance().clear()
     try:
@@ -204,7 +216,7 @@ def _call(task: HydraTask, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads its arguments nowhere else."""
+    """Replace `sys.argv` for a while, because Hydra reads its arguments only there."""
     before = sys.argv
     sys.argv = [before[0], *arguments]
     try:
@@ -214,7 +226,7 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _flags(options: Options) -> list[str]:
-    """The options in Hydra's words."""
+    """Return the command line's options as Hydra writes them."""
     flags = sorted(options.flags & {"--multirun", "--hydra-help", "--resolve"})
     for flag in ("--cfg", "--package", "--info", "--experimental-rerun"):
         flags += [f"{flag}={value}" for value in options.values.get(flag, ())[-1:]]
@@ -222,6 +234,7 @@ def _flags(options: Options) -> list[str]:
 
 
 def _check_plugins(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if a chosen launcher, sweeper or logger is not installed."""
     for argument in arguments:
         group, _, choice = argument.lstrip("+").partition("=")
         if "/" in group and (package := _PLUGINS.get(choice)) is not None:
@@ -234,7 +247,8 @@ def _check_plugins(arguments: Sequence[str]) -> None:
 
 
 def _check_trusted(options: Options, trust: Trust) -> None:
-    """Refuse files of strangers, of which Hydra runs the launchers and callbacks they name."""
+    """Raise ConfigError for untrusted configuration files, because Hydra runs the launchers and
+    callbacks that they name."""
     job_file = options.job_file
     if files := [str(source) for source in trust.sources if source != job_file]:
         raise ConfigError(
@@ -244,7 +258,8 @@ def _check_trusted(options: Options, trust: Trust) -> None:
 
 
 def _check_choices(options: Options) -> None:
-    """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
+    """Raise ConfigError for choices and keys that Hydra does not have, before the sweep's folder is
+    made."""
     if (hydra_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
         raise ConfigError(
             "hydra.job.chdir=true: batchgen stays in the folder in which it was started, so that "
@@ -264,6 +279,7 @@ def _check_choices(options: Options) -> None:
 
 
 def _speed(job: SweepJob) -> float | None:
+    """Return a complete job's tokens per second; None for other jobs."""
     if job.config is None or job.code not in (0, 3):
         return None
     metrics = job_metrics(job.config.output.dir)

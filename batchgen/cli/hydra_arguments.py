@@ -1,7 +1,7 @@
-"""Writes a command line in Hydra's grammar, for a job that one of Hydra's launchers starts.
+"""Writes a command line in Hydra's grammar, for `hydra_app.py`, which lets Hydra run it.
 
-Arguments are read by our own rules first, so that a text stays as it was typed. Hydra then gets
-each choice and each key as an argument of its own, quoted as its grammar needs it.
+Arguments are first read by batchgen's own rules, so that a text stays exactly as typed. Then Hydra
+gets each choice and each key as a separate argument, quoted by Hydra's rules.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from batchgen.util.errors import ConfigError
 
 @dataclass
 class HydraArguments:
-    """A command line in Hydra's grammar: arguments that all jobs share, and those that list values.
+    """A command line in Hydra's grammar.
 
-    `typed` has what one job gets of a swept argument as the user typed it, and `names` the folder
-    of a job by all that it gets; one that is not there has values that cannot be listed beforehand.
-    `output_dir` is as it was given, of the first job if it differs between jobs.
+    Attributes:
+        fixed: the arguments that all jobs share.
+        output_dir: the value of `output.dir`, of the first job if it differs between jobs.
+        swept: the arguments that list values.
+        typed: maps an argument of one job to the text that the user typed for it.
+        names: maps the swept arguments of a job to the name of its folder; empty if an argument has
+            values that cannot be listed in advance.
     """
 
     fixed: list[str]
@@ -41,7 +45,7 @@ class HydraArguments:
     names: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def fixed_keys(self) -> set[str]:
-        """The keys of `fixed`, as Hydra names them in the arguments of a job."""
+        """Return the keys of `fixed`, as Hydra writes them in the arguments of a job."""
         return {argument.partition("=")[0] for argument in self.fixed}
 
     def varies(self, key: str) -> bool:
@@ -50,7 +54,12 @@ class HydraArguments:
 
 
 def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
-    """The arguments of a command line but for Hydra's own; in a sweep they may list values."""
+    """Convert a command line, without Hydra's own arguments. Raises ConfigError for a mistake in
+    it.
+
+    Args:
+        sweep: whether arguments may list values.
+    """
     varied = [argument for argument in options.overrides if sweep and swept(argument) is not None]
     first = [_first(a) if a in varied else a for a in options.overrides]
     composed = compose_options(options, first)
@@ -70,8 +79,8 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
 
 
 def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) -> str:
-    """Below which folder that of a job goes: the `sweep.dir` or `run.dir` of Hydra, `output.dir`,
-    or none ("")."""
+    """Return what decides the parent of the jobs' folders: "sweep.dir" or "run.dir" of Hydra,
+    "output.dir", or "" if `output.dir` is a job's own folder."""
     folder = arguments.output_dir
     if arguments.varies("output.dir"):
         return ""
@@ -79,19 +88,26 @@ def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) 
         if sweep:
             return "sweep.dir"
         return "run.dir" if hydra_value(options.hydra, "hydra.run.dir") is not None else ""
-    # With a reference to another key the folders differ as the user has said.
+    # A reference to another key (`${…}`) can make the folders differ, as the user intends.
     return "output.dir" if sweep and isinstance(folder, str) and "${" not in folder else ""
 
 
 def hydra_value(arguments: Sequence[str], key: str) -> str | None:
-    """The text that the last argument for a key of Hydra's has; None without one."""
+    """Return the text of the last argument for a key of Hydra; None if there is none."""
     values = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
     return values[-1] if values else None
 
 
 def hydra_argument(start: str, value: Any) -> str:
-    """The argument that gives a key, with its sign, this value. ConfigError if Hydra's grammar has
-    no text for the value."""
+    """Write an argument in Hydra's grammar.
+
+    Args:
+        start: the key with its sign, such as `++model.path`.
+        value: its value.
+
+    Raises:
+        ConfigError: Hydra's grammar cannot express the value.
+    """
     value = _in_hydras_words(value)
     argument = f"{start}={hydra_text(value)}"
     try:
@@ -106,7 +122,8 @@ def hydra_argument(start: str, value: Any) -> str:
 
 
 def _in_hydras_words(value: Any) -> Any:
-    """A value whose references to Hydra's keys are as Hydra resolves them."""
+    """Return a value in which references `${hydra.…}` are written as Hydra's resolver
+    `${hydra:…}`."""
     if isinstance(value, Mapping):
         return {key: _in_hydras_words(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -115,7 +132,7 @@ def _in_hydras_words(value: Any) -> Any:
 
 
 def hydra_text(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
+    """Write a plain value in Hydra's grammar."""
     if isinstance(value, str):
         return QuotedString(value, Quote.single).with_quotes()
     if isinstance(value, list):
@@ -128,7 +145,7 @@ def hydra_text(value: Any) -> str:
 
 
 def _first(argument: str) -> str:
-    """A swept argument with the first of its values."""
+    """Return a swept argument with its first value only."""
     override = swept(argument)
     assert override is not None
     if override.is_discrete_sweep():
@@ -144,23 +161,28 @@ def _first(argument: str) -> str:
 
 
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
-    """The choices and keys that are the same for all jobs."""
+    """Return the choices and keys that are the same for all jobs, as Hydra's arguments.
+
+    Args:
+        first: all arguments, swept ones with their first value.
+        varied: the swept arguments.
+    """
     values, locations = job_file(options)
     user_values, parsed = collect_values(
         values, first, folders=choice_folders(options), locations=locations
     )
-    moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
+    swept_keys = {argument.partition("=")[0].lstrip("+") for argument in varied}
     words = [f"~{group}" for group in user_values.whole]
     words += [
-        f"{group}={name}" for group, name in user_values.choices.items() if group not in moving
+        f"{group}={name}" for group, name in user_values.choices.items() if group not in swept_keys
     ]
-    if EXPERIMENT not in moving:
+    if EXPERIMENT not in swept_keys:
         words += [f"+{EXPERIMENT}={name}" for name in user_values.experiments]
     for group, keys in user_values.whole.items():
         words += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
     words += [hydra_argument(f"++{key}", value) for key, value in user_values.keys.items()]
     for name, steps in user_values.steps.items():
-        if name not in moving:
+        if name not in swept_keys:
             words.append(hydra_argument(f"++{name}", steps))
     for override, argument in zip(parsed, options.overrides, strict=True):
         if override.group in STEP_LISTS:
@@ -173,18 +195,19 @@ def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
 
 
 def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
-    """The argument that lists the values, and what a job gets of it → what the user typed."""
+    """Return a swept argument in Hydra's grammar, and a map of the argument that Hydra gives to
+    each job to what the user typed. The map is empty if the values cannot be listed."""
     override = swept(argument)
     assert override is not None
     if not override.is_discrete_sweep():
         key, _, text = argument.partition("=")
         return f"++{key.lstrip('+')}={text}", {}
     typed = swept_values(argument) or []
-    single = [_argument(parse_override(one)) for one in typed]
+    single = [_argument(parse_override(text)) for text in typed]
     start = single[0].partition("=")[0]
-    listed = ",".join(one.partition("=")[2] for one in single)
+    listed = ",".join(text.partition("=")[2] for text in single)
     value = override.value()
-    if isinstance(value, RangeSweep) and not value.shuffle:  # sweepers may take it for a range
+    if isinstance(value, RangeSweep) and not value.shuffle:  # keep range(…): some sweepers need it
         listed = argument.partition("=")[2]
     parsed = OverridesParser.create().parse_override(f"{start}={listed}")
     if parsed.is_sweep_override():
@@ -193,7 +216,7 @@ def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
 
 
 def _argument(override: Override) -> str:
-    """One argument with one value."""
+    """Write one argument with one value in Hydra's grammar."""
     if override.names:
         return hydra_argument(f"++{override.key}", override.value())
     return f"{'+' if override.group == EXPERIMENT else ''}{override.key}={override.value()}"

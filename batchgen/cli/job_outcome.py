@@ -1,4 +1,5 @@
-"""Runs one job or verb, and turns its end into an exit code and a message for the user."""
+"""Runs one job or verb, and converts its result or exception to an exit code and a message for the
+user. `batchgen/__main__.py` and all verbs use this."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from batchgen.util.text.colours import print_table
 
 
 def report(run: Callable[[], JobOutcome]) -> int:
-    """Run a job, tell the user how it ended, and return the exit code."""
+    """Run a job, print how it ended, and return the exit code."""
     try:
         result = run()
     except (ConfigError, JobError) as error:
         return refusal(error)
-    except Exception:  # the traceback ends with the job's notes: what is safe, and how to go on
+    except Exception:  # the traceback ends with the job's notes: what is saved, and how to resume
         traceback.print_exc()
         return 1
     if result.stopped_by is not None or result.exit_code == 4:
@@ -32,14 +33,15 @@ def report(run: Callable[[], JobOutcome]) -> int:
 
 
 def refusal(error: ConfigError | JobError) -> int:
-    """Print why there is no job, and return the exit code."""
+    """Print a ConfigError or JobError, and return its exit code: 2 or 1."""
     notes = list(error.__notes__) if hasattr(error, "__notes__") else []
     print(f"batchgen: {error}", *notes, sep="\n", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 
 def be_quiet() -> None:
-    """Silence the libraries' log lines and warnings, unless the user has set their variables."""
+    """Silence the log lines and warnings of libraries, unless the user has set their environment
+    variables."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "DATASETS_VERBOSITY": "error",
@@ -51,9 +53,11 @@ def be_quiet() -> None:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Do the work of a verb and return its exit code; mistakes and errors are printed. A reader
-    that wants no more (`batchgen show OUT | head`), Ctrl-C and SIGTERM end it without a word, and
-    with nothing left of files that it was writing."""
+    """Run a verb, and return its exit code.
+
+    Errors for the user are printed. A closed pipe (`batchgen show OUT | head`), Ctrl-C and SIGTERM
+    end the verb silently; the partial files that it was writing are removed.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     try:
         before = signal.signal(signal.SIGTERM, _end) if is_main else None
@@ -74,14 +78,16 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def _end(number: int, _: object) -> None:
+    """Handle SIGTERM: raise SystemExit, so that `finally` blocks run."""
     sys.exit(128 + number)
 
 
 def verb(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """The main function of a verb, whose mistakes and errors become an `exit_code`."""
+    """Decorate the main function of a verb: errors are printed and become exit codes (see
+    `exit_code`)."""
     return lambda arguments: exit_code(lambda: main(arguments))
 
 
 def column_list(text: str) -> list[str]:
-    """The names in `a,b`."""
+    """Return the names in a text such as `a,b`."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,4 +1,5 @@
-"""Sorts the arguments of the command line into options, a job file, and `key=value` arguments."""
+"""Sorts the arguments of the command line into options, a job file, `key=value` arguments, and
+Hydra's own arguments. `parse_options` is the entry point."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FLAGS = {
     "--info": "",
     "--experimental-rerun": "",
 }
-"""Option → what it does; empty for those that need no mention."""
+"""Each option's help text; empty if the help does not list the option."""
 _SHORT = {
     **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"},
     **{"-p": "--package"},
@@ -43,18 +44,25 @@ _WITH_VALUE = {
     **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
 }
 _OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
-"""The beginning of arguments that set something of Hydra itself."""
+"""The beginning of an argument that configures Hydra itself."""
 _SEARCHPATH = re.compile(r"\+{0,2}hydra\.searchpath=")
-"""How Hydra's users name folders with further choices, which is what --config-dir does."""
+"""Hydra's way to name folders with further choices, which is treated as `--config-dir`."""
 
 _RUNNING = ("run", "start", "generate", "submit", "infer", "main")
-"""Verbs of other programs for running a job, which needs no verb here."""
+"""The verbs that other programs use to run a job. batchgen runs a job without a verb."""
 
 
 @dataclass
 class Options:
-    """A command line that runs a job or tells something about jobs, sorted: options by their long
-    names, the values of those that have one, a job file, arguments `key=value`, and Hydra's own."""
+    """A command line without a verb, sorted.
+
+    Attributes:
+        flags: the options, by their long names.
+        values: the values of options that have any, by the long names.
+        job_file: the job file or pipeline file; None without one.
+        overrides: the arguments `key=value`.
+        hydra: the arguments that configure Hydra itself.
+    """
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -64,8 +72,12 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Sort the arguments of the command line. Raises ConfigError for unknown options and two job
-    files."""
+    """Sort the arguments of the command line.
+
+    Raises:
+        ConfigError: an option is unknown, there are two job files, or an argument is a verb, or
+            looks like one.
+    """
     options = Options()
     rest = list(arguments)
     helps = bool({"--help", "-h"} & set(arguments))
@@ -100,7 +112,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _searched(argument: str) -> list[str]:
-    """The folders that hydra.searchpath lists, as paths."""
+    """Return the folders that `hydra.searchpath=` lists, as paths."""
     from batchgen.config.groups.read_value import Unreadable, read_value
 
     try:
@@ -114,8 +126,8 @@ def _searched(argument: str) -> list[str]:
 
 
 def _named_file(options: Options) -> Path:
-    """The job file that Hydra's --config-path and --config-name stand for: it lies in that folder,
-    or without one in a folder of --config-dir."""
+    """Return the job file that Hydra's --config-path and --config-name stand for. It is in that
+    folder, or without --config-path in a folder of --config-dir."""
     name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml") + ".yaml"
     if folders := options.values.get("--config-path"):
         return short_user_path(folders[-1], "--config-path") / name
@@ -131,8 +143,8 @@ def _named_file(options: Options) -> Path:
 
 
 def asks_hydra(options: Options) -> bool:
-    """Whether Hydra itself has to answer: to run a job its way, or to tell something of itself. A
-    dry run and `--cfg job` show what a job is, which no launcher changes."""
+    """Whether Hydra must handle the command line: to run jobs with its launchers, or to describe
+    itself. A dry run and `--cfg job` only show a job, so they do not need Hydra."""
     if options.values.get("--cfg", ["job"])[-1] in ("hydra", "all"):
         return True
     if options.flags & {"--hydra-help", "--info", "--experimental-rerun"}:
@@ -141,7 +153,7 @@ def asks_hydra(options: Options) -> bool:
 
 
 def warn_of_repeats(options: Options) -> None:
-    """Say on stderr which of several values of a key holds."""
+    """Warn on stderr if a later argument overrides an earlier one of the same key."""
     last: dict[str, str] = {}
     for argument in options.overrides:
         key = argument.partition("=")[0].lstrip("+")
@@ -151,7 +163,8 @@ def warn_of_repeats(options: Options) -> None:
 
 
 def choice_folders(options: Options) -> list[Path]:
-    """The folders of the user with further choices. Raises ConfigError if one is not there."""
+    """Return the user's folders with further choices. Raises ConfigError if a folder does not
+    exist."""
     folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
     for folder in folders:
         if not folder.is_dir():
@@ -160,6 +173,8 @@ def choice_folders(options: Options) -> list[Path]:
 
 
 def _take_option(options: Options, argument: str, rest: list[str]) -> None:
+    """Add one option to `options`. Its value may be the first of the arguments `rest`, and is
+    removed there."""
     name, equals, value = argument.partition("=")
     name = _SHORT.get(name, name)
     if name not in FLAGS:
@@ -178,7 +193,8 @@ def _take_option(options: Options, argument: str, rest: list[str]) -> None:
 
 
 def _split_by_shell(argument: str, rest: Sequence[str]) -> str:
-    """What to say of a template that came without quotes, in several words."""
+    """Return the error message for a template that the shell has split into several words, because
+    it was not quoted."""
     words = [argument]
     for word in rest:
         words.append(word)
@@ -189,6 +205,7 @@ def _split_by_shell(argument: str, rest: Sequence[str]) -> str:
 
 
 def _no_option(argument: str) -> str:
+    """Return the error message for an unknown option."""
     name = argument.lstrip("-")
     if "." in name:
         return f"{argument} is not an option: keys are written without dashes: {name}"
@@ -204,7 +221,8 @@ def _no_option(argument: str) -> str:
 
 
 def _check_no_verb(argument: str, helps: bool) -> None:
-    """Raise ConfigError for a verb that is misspelt, or does not come first."""
+    """Raise ConfigError for a word that is a misspelt verb, or a verb that is not the first
+    argument."""
     if helps or not argument.isalpha():
         return
     if argument in _RUNNING:
@@ -221,8 +239,8 @@ def _check_no_verb(argument: str, helps: bool) -> None:
 
 
 def _is_job_file(argument: str, helps: bool) -> bool:
-    """Whether an argument names a file or folder: keys have no slash and do not end in .yaml. With
-    `--help` a word is a group or a key."""
+    """Whether an argument names a file or folder. Keys have no slash and do not end in .yaml. With
+    `--help` a plain word is a group or a key."""
     if "=" in argument or argument.startswith("+"):
         return False
     if argument.endswith((".yaml", ".yml")) or "/" in argument:

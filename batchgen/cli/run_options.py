@@ -1,4 +1,5 @@
-"""Composes the job or the pipeline that the options of a command line describe."""
+"""Composes the job or the pipeline that a command line describes, for `batchgen/__main__.py` and
+for sweeps."""
 
 from __future__ import annotations
 
@@ -21,29 +22,32 @@ from batchgen.util.text.plain_yaml import yaml_text
 
 
 def composed(options: Options) -> JobConfig:
-    """The job of a command line. Raises ConfigError for a mistake in the job file or in an
-    argument."""
+    """Return the configuration of a command line's job. Raises ConfigError for a mistake in the job
+    file or in an argument."""
     groups = compose_options(options, options.overrides).groups
     return load_config(groups, trust_of(options, options.overrides))
 
 
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
-    """The choices and keys of a job, with values that are not checked yet. `overrides` of one job
-    of a sweep are others than those of the options."""
+    """Return the choices and keys of a job, with unchecked values.
+
+    Args:
+        overrides: the arguments of the job. In a sweep they differ from `options.overrides`.
+    """
     values, locations = job_file(options)
     return compose_groups(values, overrides, folders=choice_folders(options), locations=locations)
 
 
 def composed_pipeline(options: Options) -> Pipeline | None:
-    """The pipeline of a command line; None if it says what a single job is."""
+    """Return the pipeline of a command line; None if the command line describes a single job."""
     overrides = list(options.overrides)
-    named = [one for one in overrides if one.partition("=")[0] == PIPELINE]
+    named = [override for override in overrides if override.partition("=")[0] == PIPELINE]
     folders = choice_folders(options)
     if named:
         if options.job_file is not None:
             raise ConfigError(f"{named[-1]}: {options.job_file} says what is run: leave one out")
         values, locations = ready_pipeline(named[-1].partition("=")[2], folders)
-        overrides = [one for one in overrides if one not in named]
+        overrides = [override for override in overrides if override not in named]
     else:
         values, locations = job_file(options)
         if STEPS not in values:
@@ -53,7 +57,7 @@ def composed_pipeline(options: Options) -> Pipeline | None:
 
 
 def show_config(options: Options) -> int:
-    """Print the job, or the pipeline, as a file; returns the exit code."""
+    """Print the job or the pipeline as a file (`--cfg job`); returns the exit code."""
     if options.values["--cfg"][-1] != "job":
         raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
     package = options.values.get("--package", [None])[-1]
@@ -64,7 +68,7 @@ def show_config(options: Options) -> int:
         return 0
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
-        groups = resolved(load_config(groups, TYPED))  # nothing of it runs
+        groups = resolved(load_config(groups, TYPED))  # no code that it names runs
     if package is not None:
         if package not in groups:
             raise ConfigError(f"--package {package}: choose among {', '.join(groups)}")
@@ -74,8 +78,8 @@ def show_config(options: Options) -> int:
 
 
 def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
-    """The trust in the parts of a job: see `Trust`. Raises ConfigError if nothing is read from what
-    `--trust` names."""
+    """Return which parts of a job may name code to run (see `Trust`). Raises ConfigError if
+    `--trust` names a file or folder that is not read."""
     read = [] if options.job_file is None else [options.job_file]
     for option in ("--config-dir", "--experimental-rerun"):
         read += [short_user_path(name, option) for name in options.values.get(option, ())]
@@ -83,7 +87,8 @@ def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
 
 
 def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the job file and the places of its keys; both are empty without one."""
+    """Read the job file of a command line. Returns its values, and the place of each key in the
+    file; both are empty without a job file."""
     path = options.job_file
     if path is None:
         return {}, {}

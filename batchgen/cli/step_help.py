@@ -1,4 +1,5 @@
-"""The texts of `batchgen --help rows` and `--help post`: the steps of batchgen with their keys."""
+"""Writes the texts of `batchgen --help rows` and `--help post`: the built-in steps with their keys.
+The texts are the steps' docstrings."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ post: a list of steps that make columns of a finished row, such as its mark, in 
 
 
 def steps_help(name: str) -> str:
-    """What the list of steps `name` is, and its steps with their keys and defaults."""
+    """Return what the list of steps `name` (`rows` or `post`) is for, and its steps with their keys
+    and defaults."""
     return "\n\n".join([_ABOUT[name], *map(_step_help, CLASSES[name])])
 
 
 def _step_help(name: str) -> str:
+    """Return the help on one step, from the docstring of its class."""
     cls = resolve_name(class_path(name))
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
     lines = [name]
@@ -52,7 +55,7 @@ def _step_help(name: str) -> str:
 
 
 def _attribute_texts(attributes: str) -> dict[str, list[str]]:
-    """What a docstring says of each attribute, by lines."""
+    """Parse the section `Attributes` of a docstring: each attribute's lines of text."""
     texts: dict[str, list[str]] = {}
     name = ""
     for line in attributes.split("\n"):
@@ -65,6 +68,7 @@ def _attribute_texts(attributes: str) -> dict[str, list[str]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    """Return the default of a field as JSON."""
     if field.default is dataclasses.MISSING:
         return "(has no default)"
     return json.dumps(field.default, ensure_ascii=False)

@@ -1,8 +1,10 @@
-"""`batchgen --multirun`: a job for each combination of the values that arguments list.
+"""Sweeps (`batchgen --multirun`): the values that arguments list, the folders of jobs, and the
+table of results. `hydra_app.py` runs the jobs.
 
-The jobs run one after the other, each in a folder that is named by what it sets. A sweep with
-`output.dir` has its folders there, and the same command goes on with it. Without one the folder has
-the date and time for its name; the same command finds it again by the arguments that it holds.
+A sweep has a job for each combination of the listed values. The jobs run one after another, each in
+a folder that is named after its settings. With `output.dir`, the folders are in that folder, and
+the same command resumes the sweep. Without it, they are in a folder named by date and time. The
+arguments are recorded there, so the same command finds the folder again.
 """
 
 from __future__ import annotations
@@ -31,16 +33,25 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override as HydraOverride
 
 _PARENT = Path("outputs/multirun")
+"""The folder of sweeps without `output.dir`."""
 _ARGUMENTS = "sweep.yaml"
+"""The file in a sweep's folder that records its arguments."""
 _LONGEST_NAME = 100
+"""The maximum length in bytes of a job's folder name, before a digest is appended."""
 _CALL = re.compile(r"([^=]+)=\s*([a-z]+)\s*\((.*)\)\s*", re.DOTALL)
-"""An argument whose value is a function of Hydra: the key, the function, and what it is given."""
+"""An argument whose value is a call of a Hydra function. Groups: the key, the function, and its
+arguments."""
 
 
 @dataclass
 class SweepJob:
-    """One job of a sweep: the settings in which it differs from others as its name, its
-    configuration if it was not refused, and its exit code once it has run."""
+    """One job of a sweep.
+
+    Attributes:
+        name: the settings in which it differs from other jobs; the name of its folder.
+        config: its configuration; None if it was refused.
+        code: its exit code; None if it has not run.
+    """
 
     name: str
     config: JobConfig | None
@@ -48,18 +59,22 @@ class SweepJob:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code of a sweep: a signal goes before all, a job that failed (1) before one that was
-    refused (2), then one whose budget was spent (4), and that before error rows (3)."""
+    """Return the exit code of a sweep, given those of its jobs. A signal (above 128) has priority,
+    then 1 (failed), 2 (configuration refused), 4 (budget spent), 3 (error rows), and 0."""
     if (highest := max(codes, default=0)) > 128:
         return highest
     return next((code for code in (1, 2, 4, 3) if code in codes), 0)
 
 
 def swept_values(argument: str) -> list[str] | None:
-    """The arguments that one argument of a sweep stands for; None if it lists no values.
+    """Return the arguments that one argument of a sweep stands for, one per value; None if it lists
+    no values.
 
-    Values are listed as Hydra does: a,b or choice(a,b), range(1,9), and glob(*) for the choices of
-    a group. A text with commas needs double quotes. ConfigError for values that cannot be counted.
+    Values are listed as in Hydra: a,b or choice(a,b), range(1,9), and glob(*) for the choices of a
+    group. A text with commas needs double quotes.
+
+    Raises:
+        ConfigError: the values cannot be listed.
     """
     override = swept(argument)
     if override is None:
@@ -67,7 +82,7 @@ def swept_values(argument: str) -> list[str] | None:
     from hydra.core.override_parser.types import Glob
 
     if re.search("['\"]", argument) and (call := _CALL.fullmatch(argument)):
-        # Hydra takes the quotes away in its functions, so that nobody knows what they held.
+        # Inside its functions Hydra removes quotes, so that quoted commas would be lost.
         if call[2] != "choice":
             raise ConfigError(f"{argument}: {call[2]} takes no quotes: list the values as a,b")
         listed = f"{call[1]}={call[3]}"
@@ -77,11 +92,12 @@ def swept_values(argument: str) -> list[str] | None:
         return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]
     if not override.is_discrete_sweep():
         raise ConfigError(f"{argument}: a sweep needs a finite list of values: a,b or range(…)")
-    return [f"{key}={one}" for one in override.sweep_string_iterator()]
+    return [f"{key}={text}" for text in override.sweep_string_iterator()]
 
 
 def swept(argument: str) -> HydraOverride | None:
-    """What Hydra reads in an argument that lists values, or a range of them; None for others."""
+    """Return Hydra's parse of an argument that lists values or gives a range; None for any other
+    argument."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -90,13 +106,14 @@ def swept(argument: str) -> HydraOverride | None:
         return None
     try:
         override = OverridesParser.create().parse_override(argument)
-    except HydraException:  # a text that Hydra does not know is what was typed
+    except HydraException:  # not in Hydra's grammar: a plain text
         return None
     return override if override.is_sweep_override() else None
 
 
 def dated_folder(options: Options) -> Path:
-    """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
+    """Return the folder of a sweep without `output.dir`: that of an earlier sweep with the same
+    arguments, or a new name."""
     arguments = _arguments(options)
     for path in sorted(_PARENT.glob(f"*/{_ARGUMENTS}"), reverse=True):
         if load_yaml(path.read_bytes(), str(path))["arguments"] == arguments:
@@ -110,7 +127,8 @@ def dated_folder(options: Options) -> Path:
 
 
 def record(folder: Path, options: Options) -> None:
-    """Make the folder of a sweep, with the arguments by which the same command finds it again."""
+    """Make the folder of a sweep, and record the arguments by which `dated_folder` finds it. Raises
+    ConfigError if this fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"arguments": _arguments(options)}, allow_unicode=True)
@@ -120,14 +138,19 @@ def record(folder: Path, options: Options) -> None:
 
 
 def _arguments(options: Options) -> list[str]:
-    """The arguments by which a sweep's folder is found again."""
+    """Return the arguments that identify a sweep."""
     file = [] if options.job_file is None else [str(options.job_file)]
     folders = options.values.get("--config-dir", [])
     return [*file, *folders, *options.overrides, *options.hydra]
 
 
 def job_folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
-    """A short name, safe in every shell and file system, that no other job has."""
+    """Return a short folder name, safe in every shell and file system.
+
+    Args:
+        overrides: the arguments in which the job differs from others.
+        taken: the names of other jobs' folders.
+    """
     parts = [re.sub(r"[^\w.+=-]+", "-", override).strip("-") for override in overrides]
     name = ",".join(parts) or "job"
     if len(name.encode()) > _LONGEST_NAME or name in taken:
@@ -137,14 +160,15 @@ def job_folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
 
 
 class FolderNames:
-    """The names of the folders of a sweep's jobs. Jobs that differ only in what their worker is
-    called are one job, and have one folder."""
+    """Names the folders of a sweep's jobs. Jobs that differ only in the worker's name are one job,
+    and share a folder."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], str] = {}
 
     def of(self, overrides: Sequence[str]) -> str:
-        """The name for the arguments in which a job differs; empty if it has the parent folder."""
+        """Return the name for the arguments in which a job differs; empty if the job uses the
+        parent folder."""
         key = tuple(argument for argument in overrides if not names_worker(argument))
         if key not in self._names:
             alone = overrides and not key
@@ -153,14 +177,15 @@ class FolderNames:
 
 
 def sweep_table(jobs: Sequence[SweepJob]) -> str:
-    """A table of the results of all jobs, for people."""
+    """Return a table of the results of all jobs as text."""
     header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
     rows = [header, *((job.name, *_facts(job)) for job in jobs)]
     return "\n".join(["", *columns(rows)])
 
 
 def _facts(job: SweepJob) -> tuple[str, ...]:
-    """Exit code, rows, error rows, tokens per second and folder."""
+    """Return a job's cells of the table: exit code, rows, error rows, tokens per second and
+    folder."""
     if job.config is None or job.code is None:
         return ("not run" if job.code is None else str(job.code), "–", "–", "–", "–")
     folder = job.config.output.dir

@@ -1,6 +1,6 @@
-"""Shows the result of a sweep: the table of its arms, and the page about them.
+"""Shows the result of a sweep after its jobs: a table of the arms, and a page about them.
 
-An *arm* is a job, or jobs that differ only in their seed.
+An *arm* is a job, or several jobs that differ only in their seed. `hydra_app.py` calls `show_arms`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from batchgen.util.paths import is_url
 
 
 def show_arms(jobs: Sequence[tuple[str, str]]) -> None:
-    """Print the table of arms, and write the page about a sweep into the folder that its jobs are
-    in, if some job has scores. A mistake in them is a warning: the rows are done.
+    """Print the table of arms, and write the sweep's page into the parent folder of its jobs.
+    Nothing is shown unless some job has scores. An error becomes a warning, because the rows are
+    complete.
 
     Args:
-        jobs: the name and the folder of each; those of one folder are one job.
+        jobs: the name and the folder of each job; entries with the same folder are one job.
     """
     folders = list({folder: name for name, folder in jobs if not is_url(folder)}.items())
     if not any("score" in (job_metrics(folder) or {}) for folder, _ in folders):

@@ -1,4 +1,4 @@
-"""`batchgen --multirun --dry-run`: the jobs of a sweep, and how far each is."""
+"""Lists the jobs of a sweep and their progress, for `batchgen --multirun --dry-run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from batchgen.util.text.text_table import columns, counted
 
 
 def list_jobs(options: Options) -> int:
-    """Print the jobs; returns 2 if one of them would be refused for its configuration, else 0."""
+    """Print the jobs of a sweep with state and folder. Returns 2 if the configuration of a job
+    would be refused, else 0."""
     arguments = hydra_arguments(options, sweep=True)
     if not arguments.names:
         raise ConfigError(
@@ -30,7 +31,10 @@ def list_jobs(options: Options) -> int:
     rows, faults = [("job", "state", "folder")], []
     for values, name in arguments.names.items():
         typed = iter([arguments.typed[value] for value in values])
-        words = [next(typed) if swept(one) is not None else one for one in options.overrides]
+        words = [
+            next(typed) if swept(argument) is not None else argument
+            for argument in options.overrides
+        ]
         try:
             groups = compose_options(options, words).groups
             folder = _folder(parent, name) if below else str(groups["output"]["dir"])
@@ -48,20 +52,23 @@ def list_jobs(options: Options) -> int:
 
 
 def _folder(parent: Any, name: str) -> str:
+    """Return the folder `name` in `parent`, which may be a URL."""
     return f"{parent}/{name}" if is_url(str(parent)) else str(Path(parent) / name)
 
 
 def _within(groups: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the groups with another `output.dir`."""
     return {**groups, "output": {**groups["output"], "dir": folder}}
 
 
 def _state(folder: str) -> str:
+    """Return the state of a job's folder: its status and number of rows, or `?` for a URL."""
     if is_url(folder):
         return "?"
     metrics = job_metrics(folder) if Path(folder).is_dir() else None
     if metrics is None:
         return "not begun"
-    known = JobSummary.of(metrics)
-    total = known.rows_total
-    of = "" if total is None or known.status == "complete" else f" of {total:,}"
-    return f"{known.status}, {known.totals.rows:,}{of} rows"
+    summary = JobSummary.of(metrics)
+    total = summary.rows_total
+    of_total = "" if total is None or summary.status == "complete" else f" of {total:,}"
+    return f"{summary.status}, {summary.totals.rows:,}{of_total} rows"

@@ -1,4 +1,5 @@
-"""The verbs of the command: `batchgen VERB …` does something other than run a job."""
+"""The table of verbs: `batchgen VERB …` does something other than run a job. `batchgen/__main__.py`
+runs them with `run_verb`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from batchgen.util.errors import ConfigError
 
 
 class VerbParser(ArgumentParser):
-    """A parser whose complaints look like those of the rest of the command."""
+    """The argument parser of a verb. Mistakes are raised as ConfigError, so that they look like
+    those of other commands."""
 
     def __init__(self, verb: str, about: str, epilog: str | None = None) -> None:
         formatter = RawDescriptionHelpFormatter if "\n" in about else HelpFormatter
@@ -26,8 +28,14 @@ class VerbParser(ArgumentParser):
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: the module with its `main(arguments) -> exit code`, which is imported when it is
-    used, how its arguments are written, and what it does, in one line."""
+    """One verb.
+
+    Attributes:
+        module: the module with `main(arguments) -> exit code`. It is imported when the verb is
+            used.
+        arguments: its arguments, as `batchgen --help` shows them.
+        help: what it does, in one line.
+    """
 
     module: str
     arguments: str
@@ -68,7 +76,7 @@ VERBS = {
 
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
-    """Run a verb and return its exit code, also where its parser would end the process."""
+    """Run a verb, and return its exit code, even if its parser raises SystemExit."""
     module = import_module(VERBS[name].module)
     try:
         code: int = module.main(arguments)

@@ -1,5 +1,5 @@
-"""A cache of digests of large files in the user's cache folder, so that each file is read only
-once."""
+"""A cache of digests of large files in the user's cache folder, so that each file is hashed only
+once. `fingerprint` uses it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from batchgen.util.paths import user_cache
 from batchgen.util.temporary import temporary_name
 
 _SETTLED_NS = 2 * 10**9
-"""A file that changed less than this long ago may change again within one tick of its file
-system's clock, and its times would not show it. Two seconds are the longest tick (FAT)."""
+"""The age in nanoseconds below which a change makes a file unsafe to cache. The file could change
+again within one tick of its file system's clock, and its times would not show it. The longest tick
+is two seconds (FAT)."""
 
 
 class DigestCache:
-    """Keeps digests by a file's path, inode, size and times of change.
+    """Stores digests by a file's path, inode, size and times of change.
 
-    Each digest has a small file, so that jobs do not disturb each other. A damaged entry, or a
-    cache folder that cannot be used, means that files are read again.
+    Each digest is a small file of its own, so concurrent jobs do not conflict. If an entry is
+    damaged or the cache folder is unusable, files are hashed again.
     """
 
     def __init__(self) -> None:
-        """The cache of this user, in $XDG_CACHE_HOME or ~/.cache."""
+        """Use the cache of this user, in $XDG_CACHE_HOME or ~/.cache."""
         self._folder = user_cache() / "digests"
 
     def get(self, file: Path, stat: os.stat_result) -> str | None:
-        """The digest of the file as it is now, None if it is not known."""
+        """Return the digest of the file in its current state; None if it is not cached."""
         key = _key(file, stat)
         try:
             entry = (self._folder / key).read_text(encoding="ascii", errors="replace")
@@ -39,14 +40,17 @@ class DigestCache:
         return digest if check == _check(key, digest) else None
 
     def put(self, file: Path, stat: os.stat_result, digest: str) -> None:
-        """Remember the digest of a file with the `stat` from before it was read, unless it may
-        have changed."""
+        """Store the digest of a file, unless the file may have changed since the hashing began.
+
+        Args:
+            stat: the file's status from before the hashing.
+        """
         key = _key(file, stat)
         temporary = temporary_name(self._folder / key)
         with contextlib.suppress(OSError):
             # ctime, not mtime: every change sets it to the present, and nobody can set it back.
-            changes = time.time_ns() - stat.st_ctime_ns < _SETTLED_NS
-            if changes or key != _key(file, file.stat()):
+            is_recent = time.time_ns() - stat.st_ctime_ns < _SETTLED_NS
+            if is_recent or key != _key(file, file.stat()):
                 return
             self._folder.mkdir(parents=True, exist_ok=True)
             try:

@@ -1,34 +1,38 @@
-"""Errors whose messages are for the user of a job, who sees them without a traceback."""
+"""The errors whose messages are meant for the user. The command prints them without a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A mistake in a job's configuration or in what it names, such as its data set.
+    """A mistake in a job's configuration, or in something that the configuration names, such as the
+    data set.
 
-    The message is one line that names the key, says what is wrong with it and what to do.
+    The message names the key, says what is wrong, and says what to do.
     """
 
 
 class JobError(Exception):
-    """The job cannot go on (disk full, damaged output): the message says why and what to do.
+    """The job cannot continue, for instance because the disk is full or output is damaged. The
+    message says why and what to do.
 
-    What was finished before it is safe; running the same command resumes.
+    Finished rows are safe, and running the same command again resumes the job.
     """
 
 
 class FolderLost(JobError):
-    """The output folder of a running job was deleted or replaced: no row is known to be safe."""
+    """The output folder of a running job was deleted or replaced, so rows may be lost."""
 
 
 class OpenedAnew(JobError):
-    """Another process has opened the job anew while this one joined it: joining again mends it."""
+    """Another process started the job anew while this one was joining it. Joining again
+    succeeds."""
 
 
 @contextmanager
 def mistakes_in(group: str) -> Iterator[None]:
-    """Turn a ValueError of the lower layers into a ConfigError that names the group it is about."""
+    """Turn a ValueError of lower layers into a ConfigError that begins with the name of a
+    configuration group."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,5 @@
-"""Fingerprints of files and texts: digests that are equal in all runs and on all machines."""
+"""Fingerprints of files and texts: digests that are equal in all runs and on all machines. They
+identify models, data sets and rows."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from pathlib import Path
 from batchgen.util.digest_cache import DigestCache
 
 CHUNK = 1 << 20
-"""Bytes that are read at a time."""
+"""The bytes that are read at a time."""
 PART = 64 << 20
-"""Bytes of a huge file that a thread takes at a time. Fingerprints depend on it."""
+"""The bytes of a huge file that one thread hashes at a time. Fingerprints depend on this value."""
 HUGE = 256 << 20
-"""A file of more bytes is hashed in parts, so that threads share it. Fingerprints depend on it."""
+"""Files with more bytes are hashed in parts, so that several threads share the work. Fingerprints
+depend on this value."""
 CACHED = 64 << 20
-"""Files of at least this many bytes have their digests kept in the user's cache folder."""
-_MAX_THREADS = 16  # more wait for the disk
+"""The digests of files of at least this many bytes are cached on disk."""
+_MAX_THREADS = 16  # with more, the disk is the bottleneck
 
 
 def fingerprint_text(*parts: str) -> str:
-    """32 hex digits over the strings; where one ends and the next begins counts too."""
+    """Return a digest of a sequence of strings (32 hex digits). It depends on the boundaries
+    between them."""
     digest = blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -31,12 +34,12 @@ def fingerprint_text(*parts: str) -> str:
 
 
 def fingerprint_files(paths: Iterable[Path | str]) -> str:
-    """32 hex digits over the names and the whole content of files, wherever these lie.
+    """Return a digest of the names and contents of files (32 hex digits), independent of their
+    location.
 
-    A file counts with its name; a folder with all files below it, named relative to it, without
-    hidden ones. The order of `paths` and modification times play no part. Every byte is read once:
-    threads share the work, and the digests of large files are kept in the user's cache folder until
-    the files change (`DigestCache`).
+    A file is named by its file name. A folder stands for all visible files below it, named by their
+    relative paths. The order of `paths` and modification times do not matter. Threads share the
+    work, and the digests of large files are cached on disk (`DigestCache`).
 
     Raises:
         OSError: a path does not exist or cannot be read.
@@ -54,7 +57,8 @@ def fingerprint_files(paths: Iterable[Path | str]) -> str:
 
 
 def content_digests(files: Sequence[Path]) -> list[str]:
-    """32 hex digits over the content of each file, whatever its name is and wherever it lies."""
+    """Return a digest of each file's content (32 hex digits), independent of its name and
+    location."""
     return _file_digests(files)
 
 
@@ -63,22 +67,22 @@ def _hidden(name: Path) -> bool:
 
 
 def _file_digests(files: Sequence[Path]) -> list[str]:
-    """A digest of each file's content, from the cache where it has one."""
+    """Return a digest of each file's content, from the cache if possible."""
     cache = DigestCache()
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "fingerprint")
     try:
         waiting = [_digest(file, cache, pool) for file in files]
         return [digest() for digest in waiting]
-    finally:  # after an error, or Ctrl-C, no thread takes another part
+    finally:  # after an error or Ctrl-C, threads begin no further part
         pool.shutdown(cancel_futures=True)
 
 
 def _digest(file: Path, cache: DigestCache, pool: ThreadPoolExecutor) -> Callable[[], str]:
-    """Has threads read the file; returns a function that waits for them and gives the digest."""
+    """Let threads hash the file. Returns a function that waits for them and returns the digest."""
     stat = file.stat()
     size = stat.st_size
-    if size >= CACHED and (known := cache.get(file, stat)) is not None:
-        return lambda: known
+    if size >= CACHED and (cached := cache.get(file, stat)) is not None:
+        return lambda: cached
     step = PART if size > HUGE else max(size, 1)
     parts: list[Future[str]] = [
         pool.submit(_part_digest, file, start, min(start + step, size), size)
@@ -96,7 +100,7 @@ def _digest(file: Path, cache: DigestCache, pool: ThreadPoolExecutor) -> Callabl
 
 
 def _part_digest(file: Path, start: int, stop: int, size: int) -> str:
-    """32 hex digits over the size of a file and its bytes from `start` up to `stop`."""
+    """Return a digest of the size of a file and of its bytes from `start` up to `stop`."""
     digest = blake2b(size.to_bytes(8, "little"), digest_size=16)
     buffer = memoryview(bytearray(CHUNK))
     with file.open("rb", buffering=0) as data:

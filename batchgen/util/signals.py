@@ -1,4 +1,5 @@
-"""Handles SIGINT and SIGTERM: the first one stops a job cleanly, a second one at once."""
+"""Handles SIGINT and SIGTERM: the first signal stops a job cleanly, a second one ends the process
+at once."""
 
 import os
 import signal
@@ -9,26 +10,26 @@ from types import FrameType
 from typing import Self
 
 _SAME_SIGNAL_SECONDS = 0.3
-"""A second signal within this time counts as the first one: a Ctrl-C or the command `timeout` can
-reach a process twice, directly and through its process group."""
+"""A second signal within this time counts as the first. Ctrl-C and the command `timeout` can send a
+signal to a process twice: directly, and through the process group."""
 
 
 class JobStopped(BaseException):
-    """Raised by the first signal while the job can still be left at any point.
+    """Raised by the first signal while it is safe to leave the job at any point.
 
-    Like KeyboardInterrupt it is no Exception, so that no library takes it for an error of its own.
+    Like KeyboardInterrupt it is not an Exception, so that libraries do not handle it as an error.
     """
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while it is entered.
+    """A context that handles SIGINT and SIGTERM.
 
-    Only the main thread of a process may handle signals; in another thread this does nothing.
+    Only the main thread of a process can handle signals; in other threads the context does nothing.
 
     Attributes:
-        received: the number of the first signal, None before there is one.
+        received: the number of the first signal; None before it.
         deferred: if False, the first signal raises JobStopped wherever the program is. If True, it
-            only sets `received`, which the program then has to look at often.
+            only sets `received`, which the program must then check regularly.
     """
 
     def __init__(self) -> None:

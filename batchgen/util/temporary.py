@@ -1,4 +1,4 @@
-"""Names for temporary files that are renamed once they are complete; no two writers share one."""
+"""Names of temporary files that are renamed once they are complete. No two writers share a name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside a file or folder, for writing before a rename, or renaming before deletion.
-    Each process and thread gets its own; `delete_temporaries` deletes what killed processes
-    left."""
+    """Return a new hidden name next to a file or folder: to write under before a rename, or to
+    rename to before a deletion. Every call returns another name. `delete_temporaries` deletes
+    leftovers of killed processes."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def is_temporary_of(name: str, file: str) -> bool:
-    """Whether `name` is a temporary name of `file`, both without their folder."""
+    """Whether `name` is a temporary name of `file`. Both are names without a folder."""
     return name.startswith(f".{file}.") and name.endswith(".tmp")
 
 
 def delete_temporaries(folder: Path, files: Collection[str] | None = None) -> None:
-    """Delete what killed processes have left in a folder where nobody writes; None means all
-    files' names."""
+    """Delete leftovers of killed processes in a folder in which nobody writes.
+
+    Args:
+        files: the names whose temporaries are deleted; None for all.
+    """
     for path in folder.glob(".*.tmp"):
         if files is None or any(is_temporary_of(path.name, file) for file in files):
             if path.is_dir() and not path.is_symlink():

@@ -1,4 +1,5 @@
-"""The versions of batchgen, which pyproject.toml reads from here, and of its libraries."""
+"""The version of batchgen, which pyproject.toml reads from here, and the versions of its
+libraries."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ _LIBRARIES = ("torch", "triton", "transformers", "xgrammar", "datasets", "pyarro
 
 
 def versions() -> str:
-    """What `batchgen --version` prints: its own version on the first line, then the libraries'."""
-    # Every `import batchgen` runs this file, and few want the metadata of packages.
+    """Return the text of `batchgen --version`: batchgen's version in the first line, then those of
+    Python and the libraries."""
+    # Imported here because `import batchgen` runs this file, and the metadata are rarely needed.
     import platform
     from importlib import metadata
 

@@ -126,7 +126,9 @@ class DecoderLayer(nn.Module):
     def normed_parts(self) -> list[tuple[object, RMSNorm]]:
         """The parts of the layer that read the result of a norm, each with this norm."""
         pairs = [(self.mixer, self.mixer_norm), (self.mlp, self.mlp_norm)]
-        normed = [(part, norm) for part, norm in pairs if norm is not None]
+        normed: list[tuple[object, RMSNorm]] = [
+            (part, norm) for part, norm in pairs if norm is not None
+        ]
         return normed + (self.mlp.normed_parts if isinstance(self.mlp, HasNormedParts) else [])
 
     @property

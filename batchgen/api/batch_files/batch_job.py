@@ -1,5 +1,8 @@
-"""Runs an OpenAI batch file as a job, and writes the job's rows as result lines: `batchgen
-batch`."""
+"""Runs an OpenAI batch file as a job, for the verb `batchgen batch IN OUT`.
+
+`write_requests` turns the file IN into a data set, `batch_config` makes the job's configuration,
+and `write_results` turns the job's rows into the result lines of OUT.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,26 @@ from batchgen.util.text.row_json import json_text
 
 _ROWS_AT_ONCE = 1000
 _BEGINNING, _MOST_BEGINNING = b'{"id": "batch_req_', 100
-"""The beginning of each result line, and the bytes of the first one that are compared with it."""
+"""How each result line begins, and the number of bytes that are read to compare a file's first line
+with it."""
 _OURS = ("dataset", "prompt", "rows")
 _FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
 _FIXED = ("sampling.column", "output.dir", "output.text_column")
-"""Keys, and groups with exceptions, that a batch sets itself and the user may not."""
+"""The configuration that a batch decides itself. The user may set no key of the groups `_OURS`
+except those of `_FREE`, and none of the keys `_FIXED`."""
 
 
 @dataclass
 class BatchSummary:
-    """A summary of a batch file: the number of requests and of bad lines, the most top
-    log-probabilities that a line asks for (None without any), and the models that lines name."""
+    """A summary of the lines of a batch file.
+
+    Attributes:
+        requests: the number of valid requests.
+        bad: the number of lines that are not valid requests.
+        top_logprobs: the largest number of top log-probabilities that a line asks for; 0 if lines
+            ask only for the log-probabilities of their own tokens, None if no line asks for any.
+        models: the models that lines name.
+    """
 
     requests: int = 0
     bad: int = 0
@@ -51,7 +63,8 @@ class BatchSummary:
 
 
 def asked_logprobs(body: Mapping[str, Any]) -> int | None:
-    """The number of top log-probabilities that a body asks for; None if it asks for none at all."""
+    """Return how many top log-probabilities a request body asks for: 0 if it asks only for those of
+    the generated tokens, None if it asks for none."""
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     numbers = [number for number in (logprobs, top) if type(number) is int and number > 0]
     return max(numbers) if numbers else (0 if logprobs is True else None)
@@ -59,24 +72,33 @@ def asked_logprobs(body: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class BatchPaths:
-    """The files of a batch: the input, the results, and the job's folder next to the results."""
+    """The files of a batch.
+
+    Attributes:
+        user_path: the batch file, IN.
+        results: the file of result lines, OUT. The job's folder and its data set are next to it.
+    """
 
     user_path: Path
     results: Path
 
     @property
     def job(self) -> Path:
-        """The folder of the job."""
+        """The output folder of the job."""
         return self.results.with_name(f"{self.results.name}.job")
 
     @property
     def requests(self) -> Path:
-        """The rows of the job: the requests of the file."""
+        """The Parquet file with the valid requests, which is the data set of the job."""
         return self.results.with_name(f"{self.results.name}.requests.parquet")
 
 
 def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
-    """Refuse to write over a file that no earlier run of this batch has written; ConfigError."""
+    """Check that OUT does not exist or was written by an earlier run of this batch.
+
+    Raises:
+        ConfigError: OUT is a link, not a file, the same file as IN, or a file with other contents.
+    """
     results = paths.results
     if not os.path.lexists(results):
         return
@@ -94,7 +116,8 @@ def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
 
 
 def write_requests(paths: BatchPaths) -> BatchSummary:
-    """Write the requests of the file as the data set of a job, and tell what they ask for."""
+    """Write the valid requests of the batch file as the data set of the job, and return a summary
+    of all lines."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -119,7 +142,15 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
 
 
 def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:
-    """The job of a batch. Raises ConfigError for a key that the batch decides."""
+    """Make the configuration of a batch's job.
+
+    Args:
+        request: the summary of the batch file, which decides the columns of the output.
+        overrides: the user's arguments `key=value`.
+
+    Raises:
+        ConfigError: an override sets a key that the batch decides.
+    """
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
         if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):
@@ -141,7 +172,8 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
 
 
 def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
-    """A warning about models that lines name but that are not used; None if there are none."""
+    """Return a warning about models that lines name but that do not answer them; None if there are
+    none."""
     name = config.model.name or config.model.path
     others = sorted(request.models - {name, config.model.path})
     if not others:
@@ -151,11 +183,17 @@ def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
 
 
 def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tuple[int, int]:
-    """Write a result line for each line of the file, in its order; returns how many have an answer,
-    and how many an error. The file appears whole.
+    """Write one result line for each line of the batch file, in the same order. OUT appears only
+    when it is complete.
+
+    Args:
+        any_rows: whether the job has rows, that is, the file has at least one valid request.
+
+    Returns:
+        The number of lines with an answer, and the number with an error.
 
     Raises:
-        JobError: it cannot be written, or the batch file has changed meanwhile.
+        JobError: OUT cannot be written, or the batch file has changed since the job read it.
     """
     answered = failed = 0
     results = _results(paths, config) if any_rows else iter(())
@@ -176,6 +214,7 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
 
 
 def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
+    """Read the job's rows, and return their result lines in order."""
     from batchgen.pages.tokens.decode_tokens import job_vocabulary
     from batchgen.pipelines.publish.finished_rows import open_rows
     from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
@@ -194,7 +233,8 @@ def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
 
 
 def _error_line(line: BadLine, number: int) -> dict[str, Any]:
-    """The result line of a line that is no request."""
+    """Make the result line of a line that is not a valid request. `number` is its position among
+    the lines, from 0."""
     digest = blake2b(f"{number} {line.message}".encode(), digest_size=12).hexdigest()
     error = {"code": line.code, "message": line.message}
     return {

@@ -1,4 +1,5 @@
-"""Reads the lines of an OpenAI batch file: requests, and lines that are not valid requests."""
+"""Reads the lines of an OpenAI batch file (JSON lines), each as a valid request or as a bad line
+with a reason. `batch_job.py` uses this."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 from batchgen.util.errors import ConfigError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+"""The URLs that a request may have."""
 _PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
-"""The calls that a line may make, and the key of each one's prompt."""
+"""The key of a request body that holds the prompt, by the URL."""
 MOST_BYTES = 2**26
-"""The most bytes of a line. A longer one is not read."""
+"""The maximum number of bytes of a line. The contents of a longer line are not parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request that can become a row."""
+    """A valid request, which becomes a row of the job."""
 
     custom_id: str
     url: str
@@ -31,7 +33,13 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request: its id, if it has one, and why."""
+    """A line that is not a valid request.
+
+    Attributes:
+        custom_id: the request's id, if the line has a valid one.
+        code: the error code of the result line, such as `invalid_url`.
+        message: the reason, with the line's number.
+    """
 
     custom_id: str | None
     code: str
@@ -39,14 +47,19 @@ class BadLine:
 
 
 class _Refused(Exception):
+    """A line is not a valid request; `code` is the error code of its result line."""
+
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
 def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
-    """Every line of a file but empty ones, in order. Raises ConfigError if the file cannot be
-    read."""
+    """Yield every line of a file except empty ones, in order.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     seen: set[bytes] = set()
     try:
         with path.open("rb") as file:
@@ -54,6 +67,7 @@ def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
             while line := file.readline(MOST_BYTES + 1):
                 number += 1
                 is_long = len(line) > MOST_BYTES
+                # Skip the rest of a line that is too long.
                 while is_long and not line.endswith(b"\n") and line:
                     line = file.readline(MOST_BYTES)
                 if is_long or line.strip():
@@ -63,7 +77,13 @@ def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
 
 
 def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | BadLine:
-    """Parse a line; `seen` has digests of the ids before it."""
+    """Parse one line.
+
+    Args:
+        line: its bytes; None if the line is too long.
+        number: its number in the file, from 1.
+        seen: digests of the ids of earlier lines; the line's own is added.
+    """
     custom_id: str | None = None
     try:
         if line is None:
@@ -82,9 +102,12 @@ def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | B
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
+    """Parse a line as a JSON object, or raise `_Refused`."""
     try:
         request = parse_unique_json(line.decode("utf-8-sig"))
-        json.dumps(request, ensure_ascii=False, allow_nan=False).encode()  # halves of characters
+        json.dumps(
+            request, ensure_ascii=False, allow_nan=False
+        ).encode()  # fails for half of a UTF-16 pair
     except UnicodeError:
         raise _Refused(
             "invalid_json_line", "is not valid UTF-8, or has half of a UTF-16 pair"
@@ -99,6 +122,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _custom_id(request: Mapping[str, Any]) -> str:
+    """Return the id of a request, or raise `_Refused`."""
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise _Refused("missing_custom_id", f"custom_id must be a text, got {custom_id!r:.100}")
@@ -106,6 +130,7 @@ def _custom_id(request: Mapping[str, Any]) -> str:
 
 
 def _request(request: Mapping[str, Any], custom_id: str) -> BatchRequest:
+    """Check the method, URL and body of a request; raises `_Refused` for the first mistake."""
     if (method := request.get("method", "POST")) != "POST":
         raise _Refused("invalid_method", f"method must be POST, got {method!r:.100}")
     url, body = request.get("url"), request.get("body")

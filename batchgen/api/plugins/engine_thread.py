@@ -1,6 +1,7 @@
-"""One engine for many callers: a thread runs it and fulfils the futures of their requests.
+"""Runs one engine in a thread for many callers, each of which waits for a future.
 
-The provider for inspect_ai uses it, whose requests come from many asynchronous tasks.
+The provider for inspect_ai uses `EngineThread`, because its requests come from many asynchronous
+tasks.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from batchgen.api.python.llm import LLM
 
 Outputs = Future[list[Output]]
+"""The future of a prompt's outputs, in the order of their sample numbers."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A prompt whose samples are in the engine, and those that have finished."""
+    """A submitted prompt, and those of its `n` outputs that have finished."""
 
     prompt: Prompt
     future: Outputs
@@ -38,10 +40,11 @@ class _Asked:
 
 
 class EngineThread:
-    """Runs requests of many callers at once. The LLM belongs to the thread.
+    """Runs requests of many callers at once. The LLM must be used by nobody else.
 
-    A sample's seed comes from the seed of its parameters, the tokens of its prompt and how often
-    they have been asked before, so that the order in which callers come changes nothing.
+    A sample's seed is derived from the seed of its parameters, the token ids of its prompt, and how
+    often the same prompt was submitted before. So the order in which different prompts arrive does
+    not change the tokens.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -59,25 +62,37 @@ class EngineThread:
         params: SamplingParams,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Outputs:
-        """Ask for the outputs of a prompt, and return their future. A cancelled future drops what
-        it waits for. A prompt that cannot be served raises RequestError there."""
+        """Submit a prompt, and return the future of its outputs.
+
+        Cancelling the future drops its requests from the engine. If the prompt cannot be served,
+        the future raises RequestError.
+
+        Args:
+            template_kwargs: options of the chat template.
+        """
         future = Outputs()
         request = _Asked(prompt, future, params.n)
         self._calls.put(partial(self._add, request, params, template_kwargs or {}))
         future.add_done_callback(
-            lambda done: self._calls.put(partial(self._drop, request)) if done.cancelled() else None
+            lambda completed: (
+                self._calls.put(partial(self._drop, request)) if completed.cancelled() else None
+            )
         )
         return future
 
     def close(self) -> None:
-        """End the thread and give the device's memory back; what runs is dropped."""
+        """Drop unfinished requests, end the thread, and free the device's memory."""
         self._calls.put(None)
         self._thread.join()
         self._llm.close()
 
     def _work(self) -> None:
-        """Run the engine until the queue yields None. If the engine fails, all waiting futures get
-        its error."""
+        """Run the engine until the queue yields None. If the engine fails, all unfinished futures
+        raise an error.
+
+        Calls from the queue run between engine steps. While no request is running, the thread waits
+        for a call.
+        """
         try:
             while True:
                 try:
@@ -99,6 +114,7 @@ class EngineThread:
     def _add(
         self, request: _Asked, params: SamplingParams, template_kwargs: Mapping[str, Any]
     ) -> None:
+        """Add the samples of a submitted prompt to the engine."""
         if request.future.done():
             return
         try:
@@ -109,7 +125,7 @@ class EngineThread:
                 ReadPrompt.of(request.prompt),
             )
             maker.check([read])
-            ids, _ = maker.of(read)  # the engine of harnesses is given no images
+            ids, _ = maker.of(read)  # harnesses send no images
             number = self._times[tuple(ids)]
             self._times[tuple(ids)] += 1
             for sample in range(params.n):
@@ -121,16 +137,20 @@ class EngineThread:
             _fulfil(request.future, error)
 
     def _drop(self, request: _Asked) -> None:
-        for request_id in [key for key, (one, _) in self._live.items() if one is request]:
+        """Remove the unfinished samples of a prompt from the engine."""
+        for request_id in [key for key, (live, _) in self._live.items() if live is request]:
             del self._live[request_id]
             self._llm.engine.abort(request_id)
 
     def _step(self) -> None:
+        """Run one step of the engine, and fulfil the futures whose last sample has finished."""
         for output in self._llm.engine.step():
             request, sample = self._live.pop(output.request_id)
             request.outputs.append(Output.of(output, request.prompt, 0, sample))
             if len(request.outputs) == request.n:
-                _fulfil(request.future, sorted(request.outputs, key=lambda one: one.sample_index))
+                _fulfil(
+                    request.future, sorted(request.outputs, key=lambda output: output.sample_index)
+                )
 
 
 def _fulfil(future: Outputs, result: list[Output] | Exception) -> None:

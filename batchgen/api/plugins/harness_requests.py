@@ -1,4 +1,5 @@
-"""Requests of evaluation harnesses, and their answers from an engine in this process."""
+"""Requests of evaluation harnesses, and how an engine in this process answers them.
+`lm_eval_model.py` uses this."""
 
 from __future__ import annotations
 
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A continuation whose log-probability is asked for, behind its context, as token ids. Two are
-    equal if their tokens are; `name` is for messages."""
+    """A request for the log-probability of a continuation after its context.
+
+    Attributes:
+        name: the request's name in error messages.
+        prompt: the token ids of the context.
+        answer: the token ids of the continuation.
+    """
 
     name: str
     prompt: tuple[int, ...]
@@ -29,7 +35,13 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A prompt to which text is generated, with options of `SamplingParams`."""
+    """A request for text that continues a prompt.
+
+    Attributes:
+        name: the request's name in error messages.
+        prompt: the token ids of the prompt.
+        options: arguments of `SamplingParams`.
+    """
 
     name: str
     prompt: tuple[int, ...]
@@ -48,47 +60,60 @@ T = TypeVar("T")
 
 
 class EngineAnswers:
-    """Answers of an engine in this process, which gets all requests at once."""
+    """Answers requests with an engine in this process. Each call gives the engine all requests at
+    once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
     def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """The log-probability of each answer, and whether greedy decoding would write it;
-        ConfigError names a request that cannot be scored."""
-        prompts, answers = [one.prompt for one in requests], [one.answer for one in requests]
+        """Return, for each request, the log-probability of its continuation, and whether greedy
+        decoding would generate it. Raises ConfigError, with the request's name, if one cannot be
+        scored."""
+        prompts, answers = (
+            [request.prompt for request in requests],
+            [request.answer for request in requests],
+        )
         scores = self._llm.score(prompts, answers, top_logprobs=1)
-        for one, score in zip(requests, scores, strict=True):
+        for request, score in zip(requests, scores, strict=True):
             if score.error is not None:
-                raise ConfigError(f"{one.name}: {score.error}")
+                raise ConfigError(f"{request.name}: {score.error}")
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def generate(self, requests: Sequence[TextRequest]) -> list[str]:
-        """The text of each request, cut before its stop strings; ConfigError names a request that
-        cannot be served."""
+        """Return the generated text of each request, cut before its stop strings. Raises
+        ConfigError, with the request's name, if one cannot be served."""
         from batchgen.api.python.params import SamplingParams
 
-        params = [SamplingParams(**one.options) for one in requests]
-        outputs = self._llm.generate([one.prompt for one in requests], params)
-        for one, (output,) in zip(requests, outputs, strict=True):
+        params = [SamplingParams(**request.options) for request in requests]
+        outputs = self._llm.generate([request.prompt for request in requests], params)
+        for request, (output,) in zip(requests, outputs, strict=True):
             if output.error is not None:
-                raise ConfigError(f"{one.name}: {output.error}")
+                raise ConfigError(f"{request.name}: {output.error}")
         return [output.text for (output,) in outputs]
 
 
 def each_once(requests: Sequence[R], answer: Callable[[Sequence[R]], list[T]]) -> list[T]:
-    """The results of requests in order, of which equal ones are asked once."""
-    keys = [one.key for one in requests]
+    """Return the results of requests in order, computing equal requests only once.
+
+    Args:
+        answer: computes the results of the distinct requests.
+    """
+    keys = [request.key for request in requests]
     firsts: dict[object, R] = {}
-    for key, one in zip(keys, requests, strict=True):
-        firsts.setdefault(key, one)
+    for key, request in zip(keys, requests, strict=True):
+        firsts.setdefault(key, request)
     results = dict(zip(firsts, answer(list(firsts.values())), strict=True))
     return [results[key] for key in keys]
 
 
 def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str) -> Scored:
-    """A request to score whose prompt has lost its first tokens, so that prompt and answer have
-    `limit`. Raises ConfigError if the answer alone has more than leaves room for a prompt."""
+    """Make a scoring request, dropping the first tokens of the prompt so that prompt and answer
+    have at most `limit` tokens together.
+
+    Raises:
+        ConfigError: the prompt or the answer is empty, or the answer leaves no room for a prompt.
+    """
     if not answer or not prompt:
         raise ConfigError(f"{name}: the {'prompt' if answer else 'continuation'} has no tokens")
     if len(answer) >= limit:
@@ -102,15 +127,20 @@ def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str
 def rolling_windows(
     ids: Sequence[int], prefix: int, limit: int
 ) -> list[tuple[list[int], list[int]]]:
-    """A text as pairs of a context and a continuation, which predict each of its tokens once.
+    """Split a text into pairs of a context and a continuation, such that the continuations make up
+    the text.
 
-    At most `limit` tokens are read for a pair, and later ones have as much context as goes with
-    that. `prefix` stands before the first token. The windows are those of lm-eval.
+    The windows are those of lm-eval. A continuation has at most `limit` tokens, and its context
+    starts at most `limit` tokens before the continuation's end.
+
+    Args:
+        ids: the token ids of the text.
+        prefix: the token id before the first token.
     """
-    known = [prefix, *ids]
+    tokens = [prefix, *ids]
     windows = []
     for first in range(0, len(ids), limit):
         end = min(first + limit, len(ids))
         start = max(0, end - limit)
-        windows.append((known[start : first + 1], known[first + 1 : end + 1]))
+        windows.append((tokens[start : first + 1], tokens[first + 1 : end + 1]))
     return windows

@@ -1,4 +1,4 @@
-"""The model provider `batchgen` for inspect_ai, which finds it through the package's entry point.
+"""The model provider `batchgen` for inspect_ai, which finds it through the package's entry point:
 
 inspect eval TASK --model batchgen/Qwen/Qwen3-8B -M max_model_len=8192
 """
@@ -41,20 +41,22 @@ OPTIONS = {
     },
     **{name: name for name in ("frequency_penalty", "presence_penalty")},
 }
-"""Options of inspect_ai, and their names in `SamplingParams`."""
+"""The options of inspect_ai that are passed on, and their names in `SamplingParams`."""
 OF_INSPECT = {
     *("max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections"),
     *("adaptive_connections", "system_message", "max_tool_output", "parallel_tool_calls"),
     *("internal_tools", "cache", "cache_prompt", "fail_on_refusal", "response_schema"),
     *("reasoning_history",),
 }
-"""Options that inspect_ai honours itself, and `response_schema`, which becomes a constraint."""
+"""Options that are accepted but not passed on: inspect_ai honours them itself, except
+`response_schema`, which becomes a constraint."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""A tool call in generated text; the group is its JSON."""
 
 
 @modelapi(name="batchgen")  # type: ignore[untyped-decorator]
 def batchgen() -> type[ModelAPI]:
-    """The provider's class."""
+    """Return the provider's class, as inspect_ai's registry requires."""
     return BatchgenAPI
 
 
@@ -93,11 +95,13 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         self._engine.close()
 
     def max_connections(self) -> int:
-        """How many requests inspect_ai sends at once; the engine queues those that do not fit."""
+        """Return how many requests inspect_ai sends at once. The engine queues those that do not
+        fit."""
         return 1024
 
     def collapse_user_messages(self) -> bool:
-        """Whether messages in a row become one, as chat templates want turns to alternate."""
+        """Return True: consecutive user messages are merged, because chat templates expect
+        alternating turns."""
         return True
 
     async def generate(
@@ -120,7 +124,7 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
             if tool_choice != "auto":
                 raise ConfigError(f"tool_choice={tool_choice!r} cannot be enforced: use auto")
             kwargs["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
-        messages = [_message(one) for one in input]
+        messages = [_message(message) for message in input]
         future = self._engine.submit(messages, self._params(config), kwargs)
         try:
             outputs = await asyncio.wrap_future(future)
@@ -138,6 +142,7 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         )
 
     def _params(self, config: GenerateConfig) -> Any:
+        """Convert inspect_ai's options. Raises ConfigError for one that cannot be honoured."""
         from batchgen.api.python.params import SamplingParams
 
         values = config.model_dump(exclude_none=True)
@@ -156,6 +161,8 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         return SamplingParams(**options)
 
     def _choice(self, output: Output, config: GenerateConfig, tools: bool) -> ChatCompletionChoice:
+        """Make a choice of the response from one output. Tool calls are parsed only if the request
+        has `tools`."""
         text, calls = (
             _tool_calls(output.text, str(output.request_id)) if tools else (output.text, [])
         )
@@ -172,6 +179,9 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         )
 
     def _logprobs(self, output: Output) -> Logprobs:
+        """Convert the log-probabilities of an output's tokens, with those of the most likely tokens
+        if there are any."""
+
         def text(token_id: int) -> str:
             return str(self._tokenizer.decode([int(token_id)])) if self._tokenizer else ""
 
@@ -183,18 +193,20 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
             top = None
             if output.top_logprobs is not None and output.top_logprob_ids is not None:
                 best = zip(output.top_logprob_ids[i], output.top_logprobs[i].tolist(), strict=True)
-                top = [TopLogprob(token=text(one), logprob=value) for one, value in best]
+                top = [TopLogprob(token=text(top_id), logprob=value) for top_id, value in best]
             content.append(Logprob(token=text(token_id), logprob=logprob, top_logprobs=top))
         return Logprobs(content=content)
 
 
 def _function(tool: ToolInfo) -> dict[str, Any]:
+    """Return a tool's description as chat templates expect it."""
     parameters = tool.parameters.model_dump(exclude_none=True, by_alias=True, mode="json")
     return {"name": tool.name, "description": tool.description, "parameters": parameters}
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates have it; one that is not of text alone is refused."""
+    """Return a message as chat templates expect it. Raises ConfigError if the message has parts
+    other than text and reasoning."""
     if not isinstance(message.content, str):
         kinds = {part.type for part in message.content} - {"text", "reasoning"}
         if kinds:
@@ -213,7 +225,8 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
-    """A text without its calls <tool_call>{"name": …, "arguments": …}</tool_call>, and these."""
+    """Parse calls `<tool_call>{"name": …, "arguments": …}</tool_call>`. Returns the text without
+    the calls, and the calls. A call that cannot be parsed has a `parse_error`."""
     calls = []
     for number, body in enumerate(_CALL.findall(text)):
         name, arguments, mistake = "unknown", {}, None
@@ -227,6 +240,8 @@ def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
 
 
 def _usage(outputs: list[Output]) -> ModelUsage:
-    read = len(outputs[0].prompt_token_ids)
-    written = sum(len(output.token_ids) for output in outputs)
-    return ModelUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+    num_input = len(outputs[0].prompt_token_ids)
+    num_output = sum(len(output.token_ids) for output in outputs)
+    return ModelUsage(
+        input_tokens=num_input, output_tokens=num_output, total_tokens=num_input + num_output
+    )

@@ -1,5 +1,5 @@
-"""The model `batchgen` for lm-eval (lm-evaluation-harness), which runs requests in batchgen's
-engine."""
+"""The model `batchgen` for lm-eval (lm-evaluation-harness), which runs lm-eval's requests in
+batchgen's engine. `lm_eval.py` registers it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ from batchgen.api.plugins.harness_requests import (
 from batchgen.util.errors import ConfigError
 
 MOST_GENERATED = 256
-"""The most tokens for a task that sets no limit, as in lm-eval's own models."""
+"""The maximum number of generated tokens if a task sets none, as in lm-eval's own models."""
 HONOURED = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     "seed",
 )
 """Generation options of tasks that are passed on under their own names."""
 IDLE = {"num_beams": 1, "best_of": 1}
-"""Generation options that may have this value, which changes nothing."""
+"""Generation options that are accepted only with this value, which has no effect."""
 
 Encoded = tuple[Any, list[int], list[int]]
-"""A request of lm-eval: what it is of, and the token ids of context and continuation."""
+"""A request as lm-eval encodes it: its texts (the key of the cache), and the token ids of context
+and continuation."""
 
 
 class TokenLM(TemplateLM):  # type: ignore[misc]
-    """Makes token ids of lm-eval's requests as its `hf` model does, and asks `answers` for results.
+    """Tokenizes lm-eval's requests as its `hf` model does, and gets the results from `answers`.
 
     Args:
-        max_length: the most tokens that are read for a continuation; the last one of it is not.
-        add_bos_token: whether texts get the tokenizer's special tokens; None is its own default.
-        prefix_token_id: stands before a text without context; None is BOS, or else EOS.
-        think_end_token: what is generated counts from behind this text on.
-        chat_template_args: options of the chat template; `enable_thinking` is one of them.
+        max_length: the maximum number of tokens that the model reads for a continuation. The
+            continuation's last token is not read.
+        add_bos_token: whether texts get the tokenizer's special tokens; None is the tokenizer's
+            default.
+        prefix_token_id: the token before a text without context; None is BOS, or EOS without BOS.
+        think_end_token: if set, only the generated text after this text counts.
+        chat_template_args: options of the chat template.
+        enable_thinking: the value of the template's option of this name.
     """
 
     def __init__(
@@ -71,25 +75,26 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """The id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that stands before a text without context."""
+        """The id of the token before a text without context."""
         bos = self.tokenizer.bos_token_id
         candidates = [self._prefix, bos, self.tokenizer.eos_token_id]
         return int(next(i for i in candidates if i is not None))
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm-eval caches requests that have the chat template in them."""
+        """The name under which lm-eval caches requests that were written with the chat template."""
         return self._name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """The token ids of a text, without a second BOS if it begins with one."""
+        """Return the token ids of a text. A text that already begins with BOS gets no second
+        one."""
         if add_special_tokens is None:
             starts = string.startswith(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = False if starts else self._add_bos
@@ -99,7 +104,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without a generation prompt its last message goes on."""
+        """Return a conversation as text. Without a generation prompt, the last message is left
+        open, so that the model continues it."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -113,15 +119,16 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding would write it."""
-        self._names = [_name(one) for one in requests]
+        """Return the log-probability of each continuation, and whether greedy decoding would
+        generate it."""
+        self._names = [_name(request) for request in requests]
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return scores
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each text, read in windows of `max_length` tokens."""
+        """Return the log-probability of each text, read in windows of `max_length` tokens."""
         windows: list[Encoded] = []
         owners = []
         for number, request in enumerate(requests):
@@ -141,6 +148,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_: object
     ) -> list[tuple[float, bool]]:
+        """Score encoded requests; lm-eval's `loglikelihood` calls this."""
         limit = self.max_length + 1  # lm-eval does not count the last token, which is not read
         texts = [
             cut_left(context, continuation, limit, name)
@@ -148,36 +156,39 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         ]
         results = each_once(texts, self.answers.score)
         for request, result in zip(requests, results, strict=True):
-            if request[0] is not None:  # windows of a text have a result together
+            if request[0] is not None:  # not a window: texts in windows are cached as a whole
                 self.cache_hook.add_partial("loglikelihood", request[0], result)
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to one of its `until`."""
-        text_requests = [self._text_request(one) for one in requests]
+        """Return the text that follows each context, cut before its first stop string (`until`)."""
+        text_requests = [self._text_request(request) for request in requests]
         texts = each_once(text_requests, self.answers.generate)
         results = []
-        for one, text in zip(requests, texts, strict=True):
-            until = _until(one.args[1])
+        for request, text in zip(requests, texts, strict=True):
+            until = _until(request.args[1])
             results.append(postprocess_generated_text(text, until, self._think_end))
-            self.cache_hook.add_partial("generate_until", one.args, results[-1])
+            self.cache_hook.add_partial("generate_until", request.args, results[-1])
         return results
 
     def _text_request(self, request: Instance) -> TextRequest:
+        """Make a request of a context and its generation options. The context's first tokens are
+        dropped if there is no room for them. Raises ConfigError for an option that cannot be
+        honoured."""
         context, arguments = request.args
         name = _name(request)
-        rest = dict(normalize_gen_kwargs(arguments, MOST_GENERATED))
-        del rest["until"]
-        longest, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
-        temperature = float(rest.pop("temperature", 0.0))
-        if (room := self.max_length - longest) < 1:
+        kwargs = dict(normalize_gen_kwargs(arguments, MOST_GENERATED))
+        del kwargs["until"]
+        max_new_tokens, do_sample = kwargs.pop("max_gen_toks"), kwargs.pop("do_sample")
+        temperature = float(kwargs.pop("temperature", 0.0))
+        if (room := self.max_length - max_new_tokens) < 1:
             raise ConfigError(
-                f"{name}: max_gen_toks is {longest}, and max_length is {self.max_length}: lower "
-                "max_gen_toks with --gen_kwargs, or raise max_length"
+                f"{name}: max_gen_toks is {max_new_tokens}, and max_length is {self.max_length}: "
+                "lower max_gen_toks with --gen_kwargs, or raise max_length"
             )
-        options: dict[str, Any] = {"max_new_tokens": longest, "seed": self._seed}
-        options["temperature"] = temperature if drawn else 0.0
-        for key, value in rest.items():
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": self._seed}
+        options["temperature"] = temperature if do_sample else 0.0
+        for key, value in kwargs.items():
             if key in HONOURED:
                 options[key] = value
             elif IDLE.get(key) != value:
@@ -198,29 +209,29 @@ TOKEN_OPTIONS = (
 
 
 class BatchgenLM(TokenLM):
-    """The model `batchgen` of lm-eval: all requests of a call go to one engine at once.
+    """The model `batchgen` of lm-eval. All requests of a call go to the engine at once.
 
     Args:
         pretrained: the model, as `LLM` takes it.
         max_length: as for `TokenLM`; None is one less than the engine's `max_model_len`.
-        **others: further arguments of `TokenLM` and `LLM`, and those that lm-eval gives to all
-            models.
+        **others: further arguments of `TokenLM` and `LLM`, and those that lm-eval passes to every
+            model.
     """
 
     def __init__(self, pretrained: str, max_length: int | None = None, **others: Any) -> None:
         from batchgen.api.python.llm import LLM
 
-        named, keys = split_arguments(max_length, others)
-        llm = LLM(pretrained, **keys)
+        token_options, llm_options = split_arguments(max_length, others)
+        llm = LLM(pretrained, **llm_options)
         limit = llm.engine.max_model_len - 1
-        super().__init__(EngineAnswers(llm), llm.tokenizer, limit, pretrained, **named)
+        super().__init__(EngineAnswers(llm), llm.tokenizer, limit, pretrained, **token_options)
 
 
 def split_arguments(
     max_length: int | None, others: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a model that are `TokenLM`'s, and those that are `LLM`'s. Raises ConfigError
-    for a batch size, which means nothing here."""
+    """Split the arguments of a model into those of `TokenLM` and those of `LLM`. Raises ConfigError
+    for a batch size, because the engine chooses its batches."""
     named = {name: value for name, value in others.items() if value is not None}
     size = str(named.pop("batch_size", 1))
     named.pop("max_batch_size", None)
@@ -237,10 +248,12 @@ def split_arguments(
 
 
 def _until(values: Mapping[str, Any]) -> list[str]:
+    """Return the stop strings of generation options."""
     until = values.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
 
 
 def _name(request: Instance) -> str:
-    """How messages call a request: the task, the document, and which of its requests."""
+    """Return the name of a request in messages: the task, the document, and the request's number
+    among those of the document."""
     return f"{request.task_name}/{request.doc_id}/{request.idx}"

@@ -1,4 +1,7 @@
-"""The prompts that `LLM` accepts, and their conversion to token ids."""
+"""Recognises the prompts that `LLM` accepts, and converts them to token ids and images.
+
+`read_prompts` recognises the prompts of a call, and `PromptIds` converts each one.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ if TYPE_CHECKING:
 Conversation = Sequence[Mapping[str, Any]]
 """Messages {"role": …, "content": …}; the model answers the last one."""
 Prompt = str | Sequence[int] | Conversation | Mapping[str, Any]
-"""A prompt is a text, a list of token ids, or a conversation, whose messages may have images among
-their parts. A text or ids may also stand in a mapping, as vLLM has them: {"prompt": text} or
-{"prompt_token_ids": ids}, with {"multi_modal_data": {"image": image or images}} beside it."""
+"""A prompt is a text, a list of token ids, or a conversation, whose messages may contain images. A
+text or ids may also be given in a mapping, as in vLLM: {"prompt": text} or {"prompt_token_ids":
+ids}, optionally with {"multi_modal_data": {"image": image or images}}."""
 TokenizedPrompt = tuple[list[int], Sequence[RowImage]]
-"""The token ids of a prompt, and its images."""
+"""The token ids of a prompt, and its loaded images."""
 
 _KINDS = "a text, a list of token ids or a list of messages {role, content}"
 _WRAPPED = ("prompt", "prompt_token_ids")
@@ -40,9 +43,16 @@ _BESIDE = "multi_modal_data"
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """One prompt of a call. `value` is the text, the ids as a list of int, or the list of messages;
-    for kind `none` it is a sentence that says what a prompt is. `images` are those beside a text or
-    ids, which have the model's image token for each."""
+    """One prompt of a call, and what kind it is.
+
+    Attributes:
+        raw: the prompt as the user passed it.
+        kind: `none` if it is not a prompt.
+        value: the text, the ids as a list of int, or the list of messages; for kind `none` an error
+            message.
+        images: the images passed along with a text or ids, which contain the model's image token
+            for each; None without any.
+    """
 
     raw: Any
     kind: Literal["text", "ids", "messages", "none"]
@@ -51,7 +61,8 @@ class ReadPrompt:
 
     @classmethod
     def of(cls, prompt: Any) -> ReadPrompt:
-        """Recognise the kind of one prompt."""
+        """Recognise the kind of one prompt. This never fails: a wrong prompt has the kind
+        `none`."""
         bare, images = prompt, None
         if isinstance(prompt, Mapping) and _is_wrapped(prompt):
             extras = prompt.get(_BESIDE) or {}
@@ -72,10 +83,10 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
     """Return the prompts that a user passed, and whether it was a single one.
 
     A text, a list of integers and a list of messages are one prompt each. Any other list or
-    iterable holds prompts, whatever they are.
+    iterable is a list of prompts of any kinds.
 
     Raises:
-        ValueError: it is neither a prompt nor something to iterate over.
+        ValueError: `prompts` is neither a prompt nor an iterable.
     """
     if isinstance(prompts, (str, Mapping)):
         return [ReadPrompt.of(prompts)], True
@@ -91,8 +102,9 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
 
 
 def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
-    """Make what loads the images of prompts for a model; None if it reads none, or Pillow or the
-    description of its processor is missing. Raises ValueError for a wrong `max_pixels`."""
+    """Make the loader of prompts' images for a model. Returns None if the model reads no images, or
+    if Pillow or the model's processor configuration is missing. Raises ValueError for an invalid
+    `max_pixels`."""
     vision = model.config.vision
     if vision is None or not (has_pillow() and has_processor(model.path)):
         return None
@@ -102,10 +114,13 @@ def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
 
 @dataclass(frozen=True)
 class PromptIds:
-    """Makes token ids of prompts, and what the engine needs of their images.
+    """Converts prompts to token ids, and loads their images.
 
-    `template_kwargs` are options of the chat template; without `images` prompts may have none.
-    Nothing follows an assistant's last message if prompts are only read (`is_read`).
+    Attributes:
+        template_kwargs: options of the chat template.
+        images: the loader of images; None if prompts may have none.
+        is_read: whether prompts are only read, so that no start of an answer follows a last message
+            of the assistant.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -114,9 +129,12 @@ class PromptIds:
     is_read: bool = False
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
-        """Check that the model can take prompts of these kinds, or raise ValueError: texts and
-        conversations need a tokenizer, conversations also a chat template that knows the
-        options."""
+        """Check that the model can take prompts of these kinds: texts and conversations need a
+        tokenizer, and conversations a chat template that knows the options.
+
+        Raises:
+            ValueError: it cannot.
+        """
         kinds = {prompt.kind for prompt in prompts}
         if self.tokenizer is None and kinds & {"text", "messages"}:
             raise ValueError("the model comes without a tokenizer: give prompts as token ids")
@@ -124,20 +142,24 @@ class PromptIds:
             _ = self._chat
 
     def of(self, prompt: ReadPrompt) -> TokenizedPrompt:
-        """The token ids and images of one checked prompt. Raises RequestError if its messages do
-        not suit the chat template or an image cannot be used."""
+        """Return the token ids and images of one checked prompt.
+
+        Raises:
+            RequestError: it is not a prompt, its messages do not suit the chat template, or an
+                image cannot be used.
+        """
         if prompt.kind == "none":
             raise RequestError("bad_prompt", prompt.value)
         if prompt.kind == "messages":
             try:
                 return self._chat.asked(cast("Row", _Row({_COLUMN: prompt.value})))
-            except RequestError as error:  # here are no columns to speak of
+            except RequestError as error:  # drop the data set's column, which a call does not have
                 message = str(error).removeprefix(f"column {_COLUMN!r}, ")
                 raise RequestError(error.type, message) from None
         ids = prompt.value
         if prompt.kind == "text":
             assert self.tokenizer is not None
-            # Without `verbose=False` it warns of long texts, which the engine refuses itself.
+            # `verbose=False`: no warning about long texts, which the engine refuses itself.
             text = prompt.value
             if prompt.images is not None and self.images is not None:
                 text = self.images.marked(text, self.tokenizer)
@@ -151,6 +173,8 @@ class PromptIds:
 
     @cached_property
     def _chat(self) -> ChatPrompt:
+        """The chat template with its options. Raises ValueError if there is none, or it does not
+        know them."""
         assert self.tokenizer is not None
         if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
             raise ValueError(
@@ -176,13 +200,14 @@ NO_IMAGES = (
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What `ChatPrompt` reads of a row; the class `Row` itself would load the library datasets."""
+    """The part of a row that `ChatPrompt` reads. Importing the class `Row` would load the library
+    datasets."""
 
     fields: Mapping[str, Any]
 
 
 def _items(value: Any) -> list[Any] | None:
-    """The items of a list, a tuple, an array or the like; None if it is nothing of that kind."""
+    """Return the items of a list, tuple, array or column as a list; None for any other value."""
     if isinstance(value, (str, bytes, Mapping)):
         return None
     if isinstance(value, Sequence):
@@ -194,7 +219,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def is_token_id(item: Any) -> bool:
-    """Whether a value is an integer, of Python, numpy or the like."""
+    """Whether a value is an integer (of Python, numpy or similar) and not a boolean."""
     return isinstance(item, Integral) and not isinstance(item, bool)
 
 

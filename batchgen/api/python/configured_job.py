@@ -1,4 +1,5 @@
-"""Runs the job of a configuration, in this process or through a launcher."""
+"""Runs the job of a configuration, in this process or through a launcher. The command `batchgen`
+and sweeps use `run_configured`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class JobOutcome(Protocol):
-    """How a job ended, whether it ran in this process or in others."""
+    """How a job ended, whether in this process or in a launcher's workers.
+
+    Attributes:
+        exit_code: the process's exit code, as `batchgen/__main__.py` lists them.
+        stopped_by: the number of the signal that stopped the job; None if none did.
+        message: the text to show the user.
+    """
 
     @property
     def exit_code(self) -> int: ...
@@ -25,8 +32,18 @@ class JobOutcome(Protocol):
 
 
 def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> JobOutcome:
-    """Run the job of a configuration. A line that it begins is printed before the first slow
-    import. Weights are `kept` for the next job of this process, if there may be one."""
+    """Run the job of a configuration to its end.
+
+    A line is printed before the first slow import. Mistakes in the configuration are found before
+    weights load.
+
+    Args:
+        kept: holds the weights for the next job of this process; None if there is none.
+
+    Raises:
+        ConfigError: there is a mistake in the configuration.
+        JobError: the output cannot be written or is damaged.
+    """
     if config.launcher is not None:
         from batchgen.jobs.launchers.launch import launch
 
@@ -42,8 +59,8 @@ def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> JobOut
     from batchgen.jobs.resolve.early_checks import check_early
 
     check_early(config, folder=True)
-    # Each import takes seconds: torch and transformers come with the first one, datasets and
-    # pyarrow with the second, and a mistake in the model is found before.
+    # Each import takes seconds: the first loads torch and transformers, the second datasets and
+    # pyarrow. `resolve_job` reports a mistake in the model before the second.
     from batchgen.jobs.resolve.open_job import resolve_job
 
     parts = replace(resolve_job(config), kept=kept)

@@ -1,4 +1,4 @@
-"""Runs prompts through the engine of an LLM, as `generate` and `stream` say."""
+"""Runs prompts through the engine of an `LLM`, for its methods `generate`, `chat` and `stream`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ def generate_outputs(
     *,
     with_bar: bool,
 ) -> list[list[Output]]:
-    """The outputs of each prompt in the order of its samples, with a bar on stderr."""
+    """Generate all outputs, with a progress bar on stderr if `with_bar`.
+
+    Returns:
+        For each prompt, its outputs in the order of their sample numbers.
+    """
     engine = streams.engine
     outputs: list[list[Output]] = [[] for _ in prompts]
     tokens = engine.generated_tokens
     started = time.monotonic()
-    total = sum(of_prompt.n for of_prompt in params)
+    total = sum(prompt_params.n for prompt_params in params)
     with tqdm(total=total, unit="output", disable=not with_bar, dynamic_ncols=True) as bar:
         for output in stream_outputs(streams, prompts, params, ids):
             outputs[output.prompt_index].append(output)
@@ -45,8 +49,11 @@ def generate_outputs(
 def stream_outputs(
     streams: Streams, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
 ) -> Iterator[Output]:
-    """Check what can be checked at once, and return the iterator that `LLM.stream` describes.
-    Raises ValueError if the LLM was closed."""
+    """Check the prompts, and return an iterator that yields outputs as they finish (`LLM.stream`).
+
+    Raises:
+        ValueError: the LLM was closed, or its model cannot take such prompts.
+    """
     streams.engine  # noqa: B018  (raises an error if it was closed)
     ids.check(prompts)
     return _outputs(streams, prompts, params, ids)
@@ -55,14 +62,15 @@ def stream_outputs(
 def _outputs(
     streams: Streams, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
 ) -> Iterator[Output]:
+    """Tokenize the prompts, run a request for each sample, and yield the outputs."""
     requests = []
-    for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
+    for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
         try:
             tokenized: TokenizedPrompt | RequestError = ids.of(prompt)
         except RequestError as error:
             tokenized = error
-        for sample in range(of_prompt.n):
-            seeded = sample_params(of_prompt.request, str(index), sample)
+        for sample in range(prompt_params.n):
+            seeded = sample_params(prompt_params.request, str(index), sample)
             requests.append(StreamRequest(index, sample, tokenized, seeded))
     with closing(streams.run(requests)) as stream:
         for request, finished in stream:

@@ -1,4 +1,5 @@
-"""The ways in which a constraint can be written in Python."""
+"""Converts the ways in which a user can write a constraint in Python to a `Constraint`.
+`SamplingParams` uses `as_constraint`."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _EXAMPLES = (
 
 @runtime_checkable
 class SchemaModel(Protocol):
-    """A class that describes JSON and knows its JSON Schema, as pydantic's models do."""
+    """A class with a JSON Schema, such as a pydantic model."""
 
     def model_json_schema(self) -> dict[str, Any]:
-        """The JSON Schema."""
+        """Return the JSON Schema."""
         ...
 
 
@@ -29,13 +30,13 @@ ConstraintLike = Constraint | Mapping[str, Any] | SchemaModel
 
 
 def as_constraint(constraint: ConstraintLike | None) -> Constraint | None:
-    """Make a constraint of what a user gave.
+    """Convert a user's constraint; None stays None.
 
     Args:
         constraint: a `Constraint`; a class with `model_json_schema`, such as a pydantic model; or a
-            mapping with the kind of the constraint and its value, such as `{"regex": "[0-9]+"}`.
-            The value of `json_schema` may be such a class too, and `json` has the value True. The
-            mapping may have the keys `max_whitespace` and `start_after` besides (`Constraint`).
+            mapping of the constraint's kind to its value, such as `{"regex": "[0-9]+"}`. The value
+            of `json_schema` may also be such a class, and the value of `json` is True. The mapping
+            may also have the keys `max_whitespace` and `start_after` (see `Constraint`).
 
     Raises:
         ValueError: it is none of these, or cannot be enforced.
@@ -70,7 +71,7 @@ def as_constraint(constraint: ConstraintLike | None) -> Constraint | None:
 
 
 def _mistake(values: Mapping[str, Any], kinds: list[str]) -> str:
-    """What is wrong with the keys of a mapping, in words."""
+    """Return what is wrong with the keys of a mapping, as the end of an error message."""
     if len(kinds) > 1:
         return f"got {' and '.join(map(repr, kinds))} together"
     if not kinds and {"type", "properties", "$ref", "$defs", "anyOf", "enum"} & values.keys():

@@ -1,4 +1,4 @@
-"""Jobs from Python: what the command `batchgen` runs, with the same keys."""
+"""Runs jobs from Python: `run_job` takes the same keys as the command `batchgen`."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class CompleteJob:
     summary: Summary
 
     def dataset(self, *, grades: bool = False) -> Dataset:
-        """The rows, which `datasets` maps from files and does not hold in memory.
+        """Load the rows as a data set that is memory-mapped from the files.
 
         Args:
-            grades: bring the columns of the grades beside them, such as `mark`. One whose name the
-                rows have, too, begins with `grades_`.
+            grades: whether to add the columns of the grades, such as `mark`. If a row column has
+                the same name, the grade column is named `grades_NAME`.
 
         Raises:
             ConfigError: the job has no grades, or they belong to other rows.
@@ -72,7 +72,8 @@ class CompleteJob:
 
 
 def _with_grades(rows: Dataset, folder: Path) -> Dataset:
-    """The rows of a job with the columns of its grades."""
+    """Return the rows of a job with the columns of its grades. Raises ConfigError if these are
+    missing or belong to other rows."""
     from datasets import concatenate_datasets, load_dataset
 
     from batchgen.evals.grades.folder_grades import GRADES, JobGrades
@@ -116,7 +117,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
         from batchgen.jobs.launchers.launch import launch
 
         return _completed(config, launch(config))
-    # These load torch and datasets, which a mistake in the configuration need not wait for.
+    # Check before the imports, which load torch and datasets and take seconds.
     check_early(config, folder=True)
     from batchgen.jobs.resolve.open_job import resolve_job
     from batchgen.jobs.run.run_job import execute_job as run
@@ -125,8 +126,9 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
 
 
 def _completed(config: JobConfig, result: JobOutcome) -> CompleteJob:
-    """The result of a job that has come to its end; raises what `run_job` does."""
-    if result.exit_code in (1, 2, 4):  # 1 and 2 of a launcher, whose workers have printed why
+    """Convert the outcome of a job that `run_job` ran. Raises the exceptions that `run_job`
+    lists."""
+    if result.exit_code in (1, 2, 4):  # 1, 2: a launcher's; its workers have printed why
         raise JobError(result.message)
     # A caller who was told to stop must not go on as if the job were complete.
     if result.stopped_by == signal.SIGINT:

@@ -453,16 +453,18 @@ class LLM:
         progress: bool | None = None,
     ) -> Output | list[Output]:
         """Read prompts with a classifier or reward model (…ForSequenceClassification), and give the
-        `class_scores` of each: the logits of the classes `labels`. It is as `embed` otherwise.
+        `class_scores` of each: the logits of the classes `labels`. Arguments and result are
+        otherwise those of `embed`.
 
         Raises:
-            ValueError: the model is no classifier.
+            ValueError: the model is not a classifier.
         """
         params = SamplingParams(max_new_tokens=0, pooling="last", columns=[CLASS_SCORES])
         return self._read(prompts, CallArguments(params, lora=lora, progress=progress))
 
     def _read(self, prompts: Any, call: CallArguments) -> Output | list[Output]:
-        """Read prompts as `embed` and `classify` say."""
+        """Read prompts for `embed` and `classify`: return the output of one prompt, or a list of
+        outputs."""
         read: list[Output] = []
         for samples in self._generate(prompts, call):
             if isinstance(samples, Output):  # of one prompt
@@ -471,7 +473,7 @@ class LLM:
         return read
 
     def close(self) -> None:
-        """Give the device's memory back. The LLM cannot be used after that."""
+        """Free the device's memory. The LLM cannot be used afterwards."""
         usable = self._streams.closed or self.engine.is_usable
         self._streams.close()
         if self._images is not None:
@@ -496,11 +498,11 @@ class LLM:
         )
 
     def _generate(self, prompts: Any, call: CallArguments) -> list[Output] | list[list[Output]]:
-        """Generate as `generate` says."""
+        """Run `generate` and `chat` with converted arguments."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
-        # Prompts that are only read, for embeddings or classes, get no start of an answer.
-        is_read = all(of_row.pooling is not None for of_row in params)
+        # Embeddings and classes only read prompts, so no start of an answer is appended.
+        is_read = all(prompt_params.pooling is not None for prompt_params in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         show_progress = sys.stderr.isatty() if call.progress is None else call.progress
         outputs = generate_outputs(self._streams, read, params, ids, with_bar=show_progress)

@@ -1,4 +1,5 @@
-"""The arguments of `LLM` and of its methods, converted to their internal form."""
+"""Converts the arguments of `LLM` and its methods, including vLLM's names for them, to their
+internal form."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.inputs.model.open_model import DtypeName
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""The parameters of all prompts of a call, or one for each of them; None is `SamplingParams()`."""
+"""The parameters of a call: one for all prompts, or a list with one for each. None is
+`SamplingParams()`."""
 
 
 @runtime_checkable
@@ -26,7 +28,7 @@ class NamesAdapter(Protocol):
 
 
 AdapterName = str | NamesAdapter | None
-"""The adapter of the prompts of a call."""
+"""The LoRA adapter for all prompts of a call: its name, or an object that names it."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
 _ENGINE_NAMES = KeywordNames("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
@@ -34,7 +36,8 @@ _ENGINE_NAMES = KeywordNames("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of a call of `generate`, `chat` or `stream`, under our names."""
+    """The arguments of a call of `generate`, `chat`, `stream` and the like, under batchgen's
+    names."""
 
     params: Params = None
     n: int | None = None
@@ -43,7 +46,8 @@ class CallArguments:
     lora: AdapterName = None
 
     def params_of(self, number: int) -> list[SamplingParams]:
-        """The parameters of each of `number` prompts."""
+        """Return the parameters of each of `number` prompts. Raises ValueError if `params` does not
+        have one for each, or they are no `SamplingParams`."""
         shared = SamplingParams() if self.params is None else self.params
         params = [shared] * number if isinstance(shared, SamplingParams) else shared
         if not isinstance(params, Sequence) or len(params) != number:
@@ -52,19 +56,33 @@ class CallArguments:
                 f"{what} for {number} prompts: give one SamplingParams for all, or a list with "
                 "one for each"
             )
-        for of_row in params:
-            if not isinstance(of_row, SamplingParams):
-                raise ValueError(f"params must be batchgen.SamplingParams, got {of_row!r:.100}")
+        for prompt_params in params:
+            if not isinstance(prompt_params, SamplingParams):
+                raise ValueError(
+                    f"params must be batchgen.SamplingParams, got {prompt_params!r:.100}"
+                )
         changes: SamplingOptions = {} if self.n is None else {"n": self.n}
         if (lora := self.lora) is not None:
             changes["lora"] = lora.lora_name if isinstance(lora, NamesAdapter) else lora
-        return [of_row.replace(**changes) if changes else of_row for of_row in params]
+        return [
+            prompt_params.replace(**changes) if changes else prompt_params
+            for prompt_params in params
+        ]
 
 
 def arguments_of(
     function: str, values: Mapping[str, Any], others: Mapping[str, Any]
 ) -> CallArguments:
-    """The arguments of a call; `others` are what the function does not declare."""
+    """Convert the arguments of a call.
+
+    Args:
+        function: the function's name in error messages.
+        values: the arguments that the function declares; None means not passed.
+        others: its other keyword arguments, which may have vLLM's names.
+
+    Raises:
+        ValueError: an argument is unknown.
+    """
     elsewhere = {
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - values.keys()
     }
@@ -74,7 +92,8 @@ def arguments_of(
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings: those of `config`, with the single ones that were given."""
+    """Return the engine's settings: those of `config`, with single keys replaced by `options`.
+    Raises ValueError for an unknown key or a wrong type."""
     values = _ENGINE_NAMES.ours(options)
     if values.pop("enforce_eager", False):
         values["cuda_graph"] = False
@@ -86,7 +105,8 @@ def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> En
 
 
 def dtype_name(dtype: DtypeName | torch.dtype) -> DtypeName:
-    """The name of a dtype that the user gave by its name or as torch's object."""
+    """Return the name of a dtype that the user passed as a name or a torch dtype. Raises ValueError
+    for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if name not in get_args(DtypeName):
         raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")

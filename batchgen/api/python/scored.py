@@ -1,4 +1,5 @@
-"""`Score`: the log-probabilities of a given answer's tokens, as `LLM.score` returns them."""
+"""Scores given answers for `LLM.score`: the log-probability of each token of an answer after its
+prompt. `Score` is the result for one answer."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Score:
     answer: Any  # as it was given
     prompt_token_ids: list[int]
     token_ids: list[int]  # the answer's
-    logprobs: npt.NDArray[np.float32]  # [N], of each token of the answer behind those before it
+    logprobs: npt.NDArray[np.float32]  # [N], of each answer token given all tokens before it
     # [N, K] the log-probabilities of the K most likely tokens at each position, the most likely
     # first, and their ids; None if they were not asked for.
     top_logprobs: npt.NDArray[np.float32] | None = None
@@ -67,8 +68,8 @@ class Score:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the most likely one, which needs `top_logprobs` of 1 or more.
-        Raises ValueError without them."""
+        """Whether each token of the answer is the most likely one. Raises ValueError if the request
+        did not ask for `top_logprobs` of at least 1."""
         if self.top_logprob_ids is None:
             raise ValueError("is_greedy needs the most likely tokens: ask for top_logprobs=1")
         return bool((self.top_logprob_ids[:, 0] == self.token_ids).all())
@@ -93,8 +94,8 @@ class Score:
 
 
 def read_answers(answers: Any) -> tuple[list[Any], bool]:
-    """Return the answers that a user gave, and whether that was one instead of many. Raises
-    ValueError if it is neither an answer nor answers."""
+    """Return the answers that a user passed as a list, and whether it was a single answer. Raises
+    ValueError if it is neither one answer nor a list of answers."""
     if isinstance(answers, str):
         return [answers], True
     items = None
@@ -112,8 +113,16 @@ def read_answers(answers: Any) -> tuple[list[Any], bool]:
 def pairs_of(
     prompts: tuple[list[ReadPrompt], bool], answers: tuple[list[Any], bool]
 ) -> list[tuple[ReadPrompt, Any]]:
-    """Return which prompt each answer belongs to: one prompt has all answers, and many have one
-    each. Raises ValueError if there is not one answer for each prompt."""
+    """Pair each answer with its prompt. A single prompt is paired with all answers; several prompts
+    need one answer each.
+
+    Args:
+        prompts: the prompts, and whether the user passed a single one.
+        answers: the answers, and whether the user passed a single one.
+
+    Raises:
+        ValueError: there is not one answer for each prompt.
+    """
     (read, is_one), (texts, _) = prompts, answers
     if is_one:
         return [(read[0], answer) for answer in texts]
@@ -132,13 +141,14 @@ def score_answers(
     params: RequestParams,
     progress: bool,
 ) -> list[Score]:
-    """Score the answers, and return their scores in order."""
-    known: dict[int, TokenizedPrompt | RequestError] = {}
+    """Score each answer after its prompt, and return the scores in order. A prompt with several
+    answers is tokenized once."""
+    tokenized_prompts: dict[int, TokenizedPrompt | RequestError] = {}
     requests = []
     for index, (prompt, answer) in enumerate(pairs):
-        if id(prompt) not in known:
-            known[id(prompt)] = _ids(ids, prompt)
-        tokenized = known[id(prompt)]
+        if id(prompt) not in tokenized_prompts:
+            tokenized_prompts[id(prompt)] = _ids(ids, prompt)
+        tokenized = tokenized_prompts[id(prompt)]
         tokens: list[int] = []
         try:
             tokens = _answer_ids(ids.tokenizer, answer)
@@ -158,6 +168,7 @@ def score_answers(
 
 
 def _ids(ids: PromptIds, prompt: ReadPrompt) -> TokenizedPrompt | RequestError:
+    """Tokenize a prompt, or return the error that prevents it."""
     try:
         return ids.of(prompt)
     except RequestError as error:
@@ -165,8 +176,8 @@ def _ids(ids: PromptIds, prompt: ReadPrompt) -> TokenizedPrompt | RequestError:
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase | None, answer: Any) -> list[int]:
-    """The token ids of one answer, without special tokens. Raises RequestError (bad_answer) if it
-    is neither a text nor a list of token ids."""
+    """Return the token ids of one answer, without special tokens. Raises RequestError
+    (`bad_answer`) if it is neither a text nor a list of token ids."""
     if isinstance(answer, str) and tokenizer is not None:
         return list(tokenizer.encode(answer, add_special_tokens=False, verbose=False))
     if isinstance(answer, Iterable) and not isinstance(answer, (str, bytes, Mapping)):

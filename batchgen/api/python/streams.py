@@ -1,4 +1,5 @@
-"""Lets several iterators and threads share one engine, for `LLM.stream`."""
+"""Lets several iterators and threads share one engine. `LLM` runs all its requests through
+`Streams`."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """One sample of one prompt, or one answer that is scored: the prompt's token ids with its
-    images, or why it has none, and how it is sampled."""
+    """One request to the engine: a sample of a prompt, or an answer to score.
+
+    Attributes:
+        prompt: the token ids and images, or the error that prevents them.
+        answer: the token ids of the answer to score; None to generate.
+    """
 
     prompt_index: int
     sample_index: int
@@ -27,14 +32,15 @@ class StreamRequest:
 
 
 Finished = tuple[StreamRequest, RequestOutput]
+"""A request, and its output."""
 
 
 class Streams:
     """Runs the requests of several streams in one engine.
 
-    The stream that is asked for its next output lets the engine make a step, and keeps what others
-    have finished in it for them. Threads may have streams of their own; the engine works for one
-    thread at a time.
+    A stream that waits for its next output runs an engine step. Outputs that the step finishes for
+    other streams are put into their queues. Each thread may have its own streams; only one thread
+    at a time uses the engine.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -52,8 +58,11 @@ class Streams:
         return self._engine
 
     def run(self, requests: Sequence[StreamRequest]) -> Generator[Finished]:
-        """Yield the requests as they finish; those that cannot be served come first, with an error.
-        When the iterator is abandoned, its unfinished requests are dropped."""
+        """Start a stream: yield each request with its output, in the order in which they finish.
+
+        Requests that cannot be served come first, with an error. If the iterator is abandoned, its
+        unfinished requests are dropped.
+        """
         number = next(self._numbers)
         mine: deque[Finished] = deque()
         ids: list[str] = []
@@ -66,7 +75,7 @@ class Streams:
             while left:
                 while not mine:
                     with self._lock:
-                        if not mine:  # another thread's step may have brought some
+                        if not mine:  # another thread's step may have added outputs
                             self._step()
                 left -= 1
                 yield mine.popleft()
@@ -77,7 +86,7 @@ class Streams:
                         self._engine.abort(request_id)
 
     def close(self) -> None:
-        """Drop unfinished requests, and stop background work."""
+        """Drop all unfinished requests, and close the engine."""
         with self._lock:
             if self.closed:
                 return
@@ -89,19 +98,22 @@ class Streams:
             del self._engine
 
     def _add(self, request_id: str, request: StreamRequest, mine: deque[Finished]) -> None:
+        """Add a request to the engine. If it cannot be served, its error goes to `mine`, the queue
+        of its stream."""
         self._waiting[request_id] = request, mine
         try:
             if isinstance(request.prompt, RequestError):
                 raise request.prompt
             ids, images = request.prompt
-            pictures = [each.image for each in images]
-            self.engine.add_request(request_id, ids, request.params, request.answer, pictures)
+            pixels = [row_image.image for row_image in images]
+            self.engine.add_request(request_id, ids, request.params, request.answer, pixels)
         except RequestError as error:
             del self._waiting[request_id]
             ids = [] if isinstance(request.prompt, RequestError) else request.prompt[0]
             mine.append((request, RequestOutput(request_id, ids, [], "", "error", error=error)))
 
     def _step(self) -> None:
+        """Run one engine step, and put the outputs into the queues of their streams."""
         for output in self.engine.step():
             request, stream = self._waiting.pop(output.request_id)
             stream.append((request, output))

@@ -1,5 +1,5 @@
-"""Accepts vLLM's names of keyword arguments for ours, and refuses unknown ones with a
-suggestion."""
+"""Accepts vLLM's names for keyword arguments, and rejects unknown names with a suggestion. `LLM`,
+its methods and `SamplingParams` use `KeywordNames`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ SAME = {
         "lora_request": "lora",
     },
 }
-"""For parameters, engines and calls: names of vLLM → those of ours that mean the same."""
+"""vLLM's names → batchgen's names with the same meaning, for sampling parameters, the engine and
+calls."""
 
 
 @dataclass(frozen=True)
 class KeywordNames:
-    """The keywords that a function takes besides those that it declares.
+    """The keyword arguments that a function accepts.
 
     Attributes:
-        same: maps names of vLLM's to those of ours that mean the same.
-        elsewhere: maps names that belong to another function to what to write instead.
+        function: the function's name in error messages.
+        keywords: batchgen's names.
+        same: vLLM's names → batchgen's names with the same meaning.
+        elsewhere: names that belong to another function → what to write instead.
     """
 
     function: str
@@ -41,8 +44,11 @@ class KeywordNames:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def ours(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords under our names. Raises ValueError if one is unknown, or two mean the same
-        and differ."""
+        """Return the arguments under batchgen's names.
+
+        Raises:
+            ValueError: a name is unknown, or two names mean the same and have different values.
+        """
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
         for name, value in keywords.items():
@@ -57,13 +63,14 @@ class KeywordNames:
         return ours
 
     def _unknown(self, name: str) -> str:
+        """Return the error message for an unknown name."""
         if name in self.elsewhere:
             return f"{self.function}: {name} is not an argument: {self.elsewhere[name]}"
-        known = [
+        candidates = [
             *self.keywords,
             *(name for name, name_here in self.same.items() if name_here in self.keywords),
         ]
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, candidates, n=1)
         hint = (
             f"did you mean {near[0]}?"
             if near

@@ -1,4 +1,5 @@
-"""`batchgen audit OUT`: computes rows of a job again and says how many are equal to the bit."""
+"""The verb `batchgen audit OUT`: recomputes random rows of a job, and reports how many are equal
+bit for bit."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ Without --seed nobody can predict which rows are audited.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb, and return 0 only if all audited rows are equal."""
     args = _parsed_arguments(arguments)
     from batchgen.pipelines.proof.audit.audited_folder import audit_steps
 
@@ -58,14 +60,14 @@ def main(arguments: Sequence[str]) -> int:
         if args.json:
             values[step] = _values(result, different, seed)
             continue
-        of = "" if step is None else f"{step}: "
+        prefix = "" if step is None else f"{step}: "
         for row in different:
-            print(f"{of}row {row.row_id}: {row.difference}")
+            print(f"{prefix}row {row.row_id}: {row.difference}")
         for remark in result.remarks:
             if remark not in remarks:
                 print(f"batchgen: {remark}", file=sys.stderr)
             remarks.add(remark)
-        print(of + _verdict(result, len(different), seed, what))
+        print(prefix + _verdict(result, len(different), seed, what))
     if args.json:
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)
@@ -96,13 +98,14 @@ def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
+    """Return the result of one audit as a JSON object."""
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
-    rows, others = len(audited.rows), len(different)
+    rows, num_different = len(audited.rows), len(different)
     return {
         "rows": rows,
-        "equal": rows - others,
-        "at_most_different": most_different(others, rows),
+        "equal": rows - num_different,
+        "at_most_different": most_different(num_different, rows),
         "seed": seed,
         "different": [asdict(row) for row in different],
         "remarks": list(audited.remarks),
@@ -110,14 +113,20 @@ def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dic
 
 
 def _verdict(audited: Audited, different: int, seed: int, what: str) -> str:
-    """How many rows are equal, and what that says of all of them."""
+    """Return a sentence that says how many rows are equal, and what follows for the job's other
+    rows.
+
+    Args:
+        different: the number of different rows.
+        what: the kind of equality, such as "equal bit for bit".
+    """
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
     count = len(audited.rows)
     samples = sum(row.samples for row in audited.rows)
-    of = f" ({samples:,} samples)" if samples > count else ""
+    of_samples = f" ({samples:,} samples)" if samples > count else ""
     equal = count - different
-    head = f"{equal:,} of {count:,} rows{of} {what}, of {audited.total:,}, seed {seed}"
+    head = f"{equal:,} of {count:,} rows{of_samples} {what}, of {audited.total:,}, seed {seed}"
     if count == audited.total:
         return f"{head}: these are all rows"
     bound = most_different(different, count)

@@ -1,4 +1,4 @@
-"""Runs an OpenAI batch file as a job.
+"""The verb `batchgen batch IN OUT`: runs an OpenAI batch file as a job.
 
 batchgen batch requests.jsonl results.jsonl model=hf model.path=Qwen/Qwen3-0.6B
 """
@@ -25,6 +25,7 @@ added to the file. Options in a line win over those of the command.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb, and return its exit code: 3 if some lines have errors."""
     parser = VerbParser("batch", _ABOUT)
     parser.add_argument(
         "given", metavar="IN", help="the batch file, one {custom_id, url, body} per line"
@@ -48,14 +49,14 @@ def main(arguments: Sequence[str]) -> int:
     if not paths.results.absolute().parent.is_dir():
         raise ConfigError(f"batch: there is no folder for {args.results}: make it first")
     refuse_other_file(paths, args.results)
-    written = write_requests(paths)
-    config = batch_config(paths, written, args.keys)
-    if (warning := model_warning(written, config)) is not None:
+    summary = write_requests(paths)
+    config = batch_config(paths, summary, args.keys)
+    if (warning := model_warning(summary, config)) is not None:
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    if written.requests:
+    if summary.requests:
         code = report(lambda: run_configured(config))
         if code not in (0, 3):
             return code
-    answered, failed = write_results(paths, config, any_rows=bool(written.requests))
+    answered, failed = write_results(paths, config, any_rows=bool(summary.requests))
     print(f"{answered:,} answers and {failed:,} errors in {args.results}")
     return 3 if failed else 0

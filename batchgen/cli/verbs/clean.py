@@ -1,4 +1,4 @@
-"""`batchgen clean OUT`: deletes what older versions of a pipeline's steps have left."""
+"""The verb `batchgen clean OUT`: deletes the folders of older versions of a pipeline's steps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if an incomplete step may still copy its rows.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 1 if some old versions are still needed, else 0."""
     parser = VerbParser("clean", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the pipeline's output.dir")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
@@ -33,23 +34,23 @@ def main(arguments: Sequence[str]) -> int:
     if not folders:
         print("There is nothing to delete: all versions are current.")
         return 0
-    for one in folders:
-        stays = "" if one.needed is None else f"  stays: {one.needed}"
-        print(f"{size_text(one.size):>9}  {one.folder}{stays}")
-    old = [one for one in folders if one.needed is None]
+    for version in folders:
+        stays = "" if version.needed is None else f"  stays: {version.needed}"
+        print(f"{size_text(version.size):>9}  {version.folder}{stays}")
+    old = [version for version in folders if version.needed is None]
     code = 1 if len(old) < len(folders) else 0
-    total = f"{counted(len(old), 'folder')}, {size_text(sum(one.size for one in old))}"
+    total = f"{counted(len(old), 'folder')}, {size_text(sum(version.size for version in old))}"
     if not old or not (args.yes or _agreed(total)):
         print("Nothing was deleted.")
         return code
-    for one in old:
-        versions.delete(one)
+    for version in old:
+        versions.delete(version)
     print(f"Deleted {total}.")
     return code
 
 
 def _agreed(total: str) -> bool:
-    """Whether the user says yes; nobody does where no terminal is."""
+    """Ask the user for confirmation. Without a terminal the answer is no."""
     if not sys.stdin.isatty():
         print(f"{total}: add --yes to delete them")
         return False

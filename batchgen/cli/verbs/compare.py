@@ -1,4 +1,9 @@
-"""`batchgen compare A B C …`: graded jobs of one exam in one table, question by question."""
+"""The verb `batchgen compare A B C …`: compares the scores of graded jobs of one exam, question by
+question, in one table.
+
+An *exam* is the questions with their prompts and targets. An *arm* is a job, or several jobs that
+differ only in their seed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from batchgen.evals.scores.paired_comparison import PairedQuestion
 
 SHOWN = 10
+"""How many flipped rows are listed by default."""
 FORMATS = ("text", "markdown", "json", "csv")
 _ABOUT = """\
 Compare graded jobs of the same exam: the score of each, and its difference from the first over the
@@ -40,6 +46,7 @@ of five cases.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     parser = VerbParser("compare", _ABOUT)
     parser.add_argument(
         "given",
@@ -74,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.evals.arms.job_arms import job_arms
 
     folders = arm_folders(names)
-    if len(folders) < 2 and args.by is None and not any(one.listed for one in folders):
+    if len(folders) < 2 and args.by is None and not any(folder.listed for folder in folders):
         raise ConfigError(
             f"compare takes two jobs or more, or a sweep's folder: compare {' '.join(names)} B, "
             "the folder of another one"
@@ -83,17 +90,23 @@ def main(arguments: Sequence[str]) -> int:
     table = arm_table(arms, column)
     refuse_nothing(table, folders)
     if args.x is not None:
-        frontier(table, args.x)  # which refuses a number that no arm has
+        frontier(table, args.x)  # raises ConfigError if no arm has the metric
     print(_text(table, args.format, args.x, args.rows))
     return 0
 
 
 def _is_key(word: str) -> bool:
-    """Whether a word is an argument, and not a folder, whose name may have `=` in it, too."""
+    """Whether a word is an argument `key=value`. A folder's name may contain `=`, too."""
     return "=" in word and not Path(word).expanduser().is_dir()
 
 
 def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
+    """Return the comparison in a format of --format.
+
+    Args:
+        x: the metric of --x.
+        rows: the maximum number of flipped rows in each direction.
+    """
     from batchgen.evals.arms.arm_values import (
         table_cells,
         table_csv,
@@ -121,7 +134,14 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
 
 
 def _details(row: ArmRow, column: str, rows: int) -> list[str]:
-    """What is printed for two arms alone."""
+    """Return the lines that are only printed for exactly two arms: the comparison, and the flipped
+    rows.
+
+    Args:
+        row: the second arm of the table.
+        column: the column of scores.
+        rows: the maximum number of flipped rows in each direction.
+    """
     from batchgen.evals.scores.compared_jobs import comparison_lines
     from batchgen.util.text.text_table import table_text
 
@@ -137,6 +157,7 @@ def _details(row: ArmRow, column: str, rows: int) -> list[str]:
 
 
 def _listed(flipped: Sequence[PairedQuestion], column: str, rows: int) -> list[str]:
+    """Return a line for each flipped row, up to `rows` of them."""
     from batchgen.util.text.text_table import number_text, percent_text
 
     as_text = percent_text if column == "mark" else number_text

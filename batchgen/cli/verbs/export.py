@@ -1,4 +1,5 @@
-"""`batchgen export OUT`: the rows of a job as files for other programs, in constant memory."""
+"""The verb `batchgen export OUT`: writes the rows of a job as files for other programs, in constant
+memory."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ answer is the generated text. --messages writes other messages, with one templat
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     args = _parser().parse_args(arguments)
     path = None if args.file is None else user_path(args.file, "--out")
     if args.to is not None:
@@ -80,10 +82,12 @@ _STRINGS = {
     "steps": ("COLUMN", "prm: the list of steps (default: steps)"),
     "labels": ("COLUMN", "prm: the list of which steps are right (default: labels)"),
 }
+"""The text options of --to: name → placeholder and help."""
 _NUMBERS: dict[str, tuple[type, str, str]] = {
     "gap": (float, "G", "dpo: by how much answers of a pair differ at least"),
     "pairs": (int, "K", "dpo: how many pairs a row gives at most (default: 1)"),
 }
+"""The numeric options of --to: name → type, placeholder and help."""
 
 
 def _parser() -> VerbParser:
@@ -113,6 +117,7 @@ def _parser() -> VerbParser:
 
 
 def _for_trainers(arguments: Namespace, path: Path | None) -> int:
+    """Write a file that trainers read (--to)."""
     for name in ("format", "columns", "quote_formulas"):
         if getattr(arguments, name):
             raise ConfigError(
@@ -121,18 +126,18 @@ def _for_trainers(arguments: Namespace, path: Path | None) -> int:
             )
     options = {name: getattr(arguments, name) for name in (*_STRINGS, *_NUMBERS)}
     request = ExportRequest(to=arguments.to, across=arguments.across, **options)
-    done = export_for(open_rows(arguments.out), request, path)
-    if not done.is_new:
+    result = export_for(open_rows(arguments.out), request, path)
+    if not result.is_new:
         print(f"{arguments.file} already has these rows.", file=sys.stderr)
         return 0
-    left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
+    left_out = "".join(f"; {count:,} left out {why}" for why, count in result.left_out.items())
     if path is not None or left_out:
-        print(f"{done.rows:,} rows in {arguments.file or 'all'}{left_out}", file=sys.stderr)
+        print(f"{result.rows:,} rows in {arguments.file or 'all'}{left_out}", file=sys.stderr)
     return 0
 
 
 def _as_text(options: Namespace, path: Path | None) -> int:
-    """Write the columns of the rows as they are."""
+    """Write the rows' columns as they are, as JSON lines, CSV or text."""
     count = export_text(
         options.out,
         path,

@@ -1,4 +1,4 @@
-"""Prints the rows of a job as they finish, until the job ends."""
+"""Prints the rows of a job as they finish, until the job ends, for `batchgen show --follow`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from batchgen.storage.shards.row_order import KEYS, row_keys
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 
 LOOK_SECONDS = 1.0
+"""Seconds between two looks at the job's folder."""
 
 
 def follow_rows(
     reader: JobFolderReader, view: RowPrinter, name: str, sample: int | None, *, as_json: bool
 ) -> int:
-    """Print rows that finish from now on, until the job is complete, stopped or killed, and return
-    the exit code.
+    """Print rows that finish from now on, until the job is complete, stopped or killed. Returns the
+    exit code, 0.
 
     Args:
-        name: of the folder, as the user gave it.
+        reader: the job's folder.
+        view: prints rows.
+        name: the folder's name, as the user typed it.
         sample: print only this sample of each row; None prints all.
     """
     new = NewRows(reader.path)
@@ -37,7 +40,7 @@ def follow_rows(
     if is_over(reader):
         return 0
     while True:
-        # Before the last look, so that it sees the rows that were written until then.
+        # Check before the last look, so that this look sees all rows that the job has written.
         ends = is_over(reader)
         for batch in new.look():
             view.print(of_sample(batch.select(view.needed).to_pylist(), sample))
@@ -50,28 +53,31 @@ def follow_rows(
 
 
 def is_over(reader: JobFolderReader) -> bool:
-    """Whether the job does not run any more."""
+    """Whether the job has stopped running."""
     metrics = reader.metrics
     return metrics["status"] != "running" if metrics else not reader.may_run
 
 
 class NewRows:
-    """The rows that a job has finished since the last look, in the order in which they finished.
+    """Finds the rows that a job has finished since the last look, in the order in which they
+    finished.
 
-    They stand in the journals; rows that were written and published between two looks, in shards.
+    The rows are in the journals. Rows that were written and published between two looks are in
+    shards.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take note of the rows that are there."""
+        """Record which rows the folder has now, so that `look` does not yield them."""
         self._folder = folder
-        self._read: dict[Path, tuple[int, int]] = {}  # of journal files: bytes and batches
-        self._seen: dict[int, set[int]] = {}  # keys of the rows of shards that have journals
-        self._published: dict[int, int] = {}  # from a shard to the time of its file
+        self._read: dict[Path, tuple[int, int]] = {}  # journal file → bytes and batches read
+        self._seen: dict[int, set[int]] = {}  # shard with journals → keys of its known rows
+        self._published: dict[int, int] = {}  # shard → modification time of its file
         for _ in self.look(is_first=True):
             pass
 
     def look(self, *, is_first: bool = False) -> Iterator[pa.RecordBatch]:
-        """The rows that are new. The first look does not read the published shards."""
+        """Yield the rows that are new since the last look. The first look does not read published
+        shards."""
         folder = self._folder / "journal"
         try:
             journals = journal_files(folder, os.listdir(folder))
@@ -93,8 +99,8 @@ class NewRows:
                 yield from () if is_first else _unseen(path, seen)
 
     def _new_batches(self, path: Path) -> list[pa.RecordBatch]:
-        """The batches that were appended to a journal file."""
-        size, known = self._read.get(path, (0, 0))
+        """Return the batches that were appended to a journal file since the last look."""
+        size, num_read = self._read.get(path, (0, 0))
         try:
             if path.stat().st_size == size:
                 return []
@@ -103,10 +109,11 @@ class NewRows:
         except FileNotFoundError:  # its shard was published
             return []
         self._read[path] = size, len(batches)
-        return batches[known:]
+        return batches[num_read:]
 
     def _published_keys(self, shard: int) -> set[int]:
-        """The rows of a published shard that gets further rows, or other ones."""
+        """Return the keys of the rows in a published shard, which now gets more rows or
+        replacements; empty if the shard was not published."""
         path = shard_path(self._folder / "data", shard)
         if shard not in self._published:
             return set()
@@ -115,7 +122,7 @@ class NewRows:
 
 
 def _unseen(path: Path, seen: set[int]) -> Iterator[pa.RecordBatch]:
-    """The rows of a published shard that were not seen in a journal."""
+    """Yield the rows of a published shard whose keys are not in `seen`."""
     with CheckedFile(path) as file:
         if file.metadata.num_rows == len(seen):
             return

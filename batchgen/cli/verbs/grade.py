@@ -1,4 +1,4 @@
-"""`batchgen grade OUT [post=…]`: grades the rows of a complete job, without its model."""
+"""The verb `batchgen grade OUT [post=…]`: grades the rows of a complete job, without its model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ shows the first such rows.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
+    """Run the verb, and return its exit code."""
     return exit_code(lambda: _grade(arguments))
 
 
 def _grade(arguments: Sequence[str]) -> int:
+    """Grade the job, compute its scores, and renew its report. Raises ConfigError without `post`
+    steps."""
     parser = VerbParser("grade", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
@@ -88,11 +90,11 @@ def _grade(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that appends texts to a file; None without a file.
+    """Yield a function that appends text to a file; None if `name` is None.
 
     Raises:
         ConfigError: the file cannot be opened.
-        JobError: in the body, if the file cannot be written.
+        JobError: in the `with` body, the file cannot be written.
     """
     if name is None:
         yield None
@@ -104,6 +106,7 @@ def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
         raise ConfigError(f"--changes {name} cannot be written: {error.strerror}") from None
 
     def write(text: str) -> None:
+        """Append text to the file, and flush it."""
         try:
             file.write(text)
             file.flush()

@@ -1,4 +1,5 @@
-"""`batchgen init FILE [GROUP=CHOICE …] [KEY=VALUE …]`: writes a job file with comments."""
+"""The verb `batchgen init FILE [GROUP=CHOICE …] [KEY=VALUE …]`: writes a job file in which comments
+explain each key."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ _HEAD = """\
 # Paths are relative to the folder where the command runs. Keys that are left out are as in conf/.
 """
 _TOLD_BY_CHOICE = ("kind", "_target_")
+"""Keys that are not written, because the choice decides them."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file and return the exit code. A file that is there already is left as it is."""
+    """Write the file, and return the exit code. Raises ConfigError if the configuration has a
+    mistake."""
     parser = VerbParser(
         "init",
         "Write a job file with all keys and what they mean.",
@@ -43,7 +46,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def new_job_file(composed: Composed, file: str) -> str:
-    """The text of a job file: all keys of the chosen groups, with the comments of conf/."""
+    """Return the text of a job file: all keys of the chosen groups, with the comments of conf/.
+
+    Args:
+        file: the name of the file, for the comment at its top.
+    """
     parts = [_HEAD.format(file=file)]
     for group, values in composed.groups.items():
         if group in STEP_LISTS:
@@ -65,10 +72,16 @@ def new_job_file(composed: Composed, file: str) -> str:
 
 
 def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str, Any]) -> list[str]:
+    """Return the lines of one key: its comment from conf/, and its value.
+
+    Args:
+        entry: the key as conf/ has it; None if conf/ does not have it.
+        defaults: the values in conf/. A default value is written as in conf/.
+    """
     comment = [] if entry is None else [f"  # {line}".rstrip() for line in entry.comment]
     if entry is not None and value == defaults[key]:
         return [*comment, *(f"  {line}" for line in entry.lines)]
-    if isinstance(value, str):  # JSON text is YAML, and shows the ends of lines
+    if isinstance(value, str):  # JSON text is valid YAML, and shows line breaks
         text = f"{key}: {json.dumps(value, ensure_ascii=False)}"
     else:
         text = yaml_text({key: value}, width=10_000)

@@ -1,4 +1,5 @@
-"""`batchgen lock OUT`: what made a data set and what it must come to, in a few kB."""
+"""The verb `batchgen lock OUT`: writes a file of a few kB that says how a data set was made, with
+digests of its rows. `batchgen rebuild` remakes the rows from this file."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ rows again from the lock and says whether they are equal.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     parser = VerbParser("lock", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
@@ -39,6 +41,6 @@ def main(arguments: Sequence[str]) -> int:
     rows = sum(proof.rows for proof in lock.proof.values())
     steps = len(lock.proof)
     size = path.stat().st_size
-    of = f"{steps} steps" if steps > 1 else "one job"
-    print(f"{args.file}: {size:,} bytes, {of} with {rows:,} rows", file=sys.stderr)
+    of_steps = f"{steps} steps" if steps > 1 else "one job"
+    print(f"{args.file}: {size:,} bytes, {of_steps} with {rows:,} rows", file=sys.stderr)
     return 0

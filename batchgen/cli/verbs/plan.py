@@ -1,4 +1,5 @@
-"""`batchgen plan …`: what a job would read, need and cost, in seconds and without its weights."""
+"""The verb `batchgen plan …`: estimates what a job would read, need and cost, in seconds and
+without loading its weights."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ rows than plan.most_bad are bad; 2 for a mistake in the configuration."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
+    """Run the verb, and return its exit code."""
     return exit_code(lambda: _plan(list(arguments)))
 
 
 def _plan(arguments: list[str]) -> int:
+    """Print the plan of a job or a pipeline, and return the exit code: 1 if the job would be
+    refused."""
     if {"--help", "-h"} & set(arguments):
         from batchgen.jobs.forecast.devices import DEVICES
 
@@ -48,9 +51,11 @@ def _plan(arguments: list[str]) -> int:
 
     settings, rest = split_settings([a for a in arguments if a != "--json"])
     options = parse_options(rest)
-    of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
-    if more := sorted(options.flags - of_one_job):
-        raise ConfigError(f"plan: {more[0]} does not apply: a plan is for one job and runs nothing")
+    allowed = {"--config-dir", "--config-path", "--config-name", "--trust"}
+    if unsupported := sorted(options.flags - allowed):
+        raise ConfigError(
+            f"plan: {unsupported[0]} does not apply: a plan is for one job and runs nothing"
+        )
     if (pipeline := composed_pipeline(options)) is not None:
         return _plan_steps(pipeline, settings, as_json="--json" in arguments)
     config = composed(options)
@@ -59,7 +64,7 @@ def _plan(arguments: list[str]) -> int:
     from batchgen.jobs.resolve.early_checks import check_early
 
     check_early(config, folder=False)
-    from batchgen.jobs.planning.planner import make_plan  # this takes seconds: hence the line above
+    from batchgen.jobs.planning.planner import make_plan  # takes seconds, so print first
 
     plan = make_plan(config, settings)
     if "--json" in arguments:
@@ -73,7 +78,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _plan_steps(pipeline: Pipeline, settings: PlanSettings, *, as_json: bool) -> int:
-    """Plan the steps of a pipeline."""
+    """Print the plans of a pipeline's steps, and return the exit code."""
     print(f"batchgen: reading the models of {len(pipeline.steps)} steps …", file=sys.stderr)
     pipeline.check_early()
     from batchgen.pipelines.run.planned_steps import plan_steps, plans_summary, plans_text

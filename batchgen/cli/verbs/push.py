@@ -1,4 +1,5 @@
-"""`batchgen push DIR USER/SET`: a job's folder, or a set, as a data set of the hub."""
+"""The verb `batchgen push DIR USER/SET`: pushes a job's folder, or the folder of a set, to a data
+set on the hub."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ the shards of a job as they are published, until the job is complete.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     parser = VerbParser("push", _ABOUT)
     parser.add_argument("dir", metavar="DIR", help="a job's output.dir, or the folder of a set")
     parser.add_argument("repo", metavar="USER/SET", help="the data set on the hub")
@@ -43,6 +45,6 @@ def main(arguments: Sequence[str]) -> int:
         push.push_while_running()
     else:
         push.push(complete=True)
-    done = f"{push.pushed:,} files pushed" if push.pushed else "All files are there already"
-    print(f"{done}: {push.url}")
+    message = f"{push.pushed:,} files pushed" if push.pushed else "All files are there already"
+    print(f"{message}: {push.url}")
     return 0

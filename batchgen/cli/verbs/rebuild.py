@@ -1,4 +1,5 @@
-"""`batchgen rebuild FILE`: makes the rows of a lock again, and says whether they are equal."""
+"""The verb `batchgen rebuild FILE`: remakes the rows that a lock describes, and reports whether
+they are equal."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ must have the digests in the lock.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0 if all rows are equal, 1 if some differ, and 128 plus the signal's
+    number if a signal stopped it."""
     args = _parsed_arguments(arguments)
     path = user_path(args.file, "FILE")
     from batchgen.pipelines.proof.lock_file import LockFile
@@ -67,7 +70,7 @@ def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _line(step: RebuiltStep) -> str:
-    """What became of a step."""
+    """Return the line that reports the result of one step."""
     if step.difference is not None:
         return f"{step.name}: different: {step.difference}"
     count = f"{step.rows:,} rows in {step.shards:,} shard{'s' * (step.shards != 1)}"

@@ -1,4 +1,5 @@
-"""`batchgen report OUT`: makes the page about a job again, also of a job that is not complete."""
+"""The verb `batchgen report OUT`: writes the page about a job, a pipeline or a folder of jobs
+again. The job may be incomplete."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ plots of the score against the keys that vary.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb: print the path of the page. Returns 0; mistakes raise ConfigError."""
     parser = VerbParser("report", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a folder of jobs")
     parser.add_argument(

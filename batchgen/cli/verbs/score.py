@@ -1,4 +1,5 @@
-"""`batchgen score OUT`: the scores of a graded job, or of one that still runs."""
+"""The verb `batchgen score OUT`: prints the scores of a graded job, or of a job that is still
+running."""
 
 from __future__ import annotations
 
@@ -76,6 +77,7 @@ def _parser() -> VerbParser:
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     args = _parser().parse_intermixed_args(arguments)
     if args.agreement is not None and (args.so_far or args.format not in ("text", "json")):
         raise ConfigError("score --agreement needs a complete job, and text or JSON as its format")
@@ -115,7 +117,11 @@ def _text(
     agreements: JudgeAgreements | None = None,
     expression: str | None = None,
 ) -> str:
-    """The scores in a format of --format, with the agreement of the marks with `expression`."""
+    """Return the scores in a format of --format.
+
+    Args:
+        agreements: how well the marks agree with `expression`; None without --agreement.
+    """
     from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
     from batchgen.util.text.data_tables import csv_text, markdown
     from batchgen.util.text.text_table import adapter_lines, score_lines, table_text

@@ -1,4 +1,4 @@
-"""`batchgen select OUT… --out DIR`: a new set of the rows of complete jobs."""
+"""The verb `batchgen select OUT… --out DIR`: writes a new set with chosen rows of complete jobs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ selection.json, which has the manifests of the jobs. The same command again chan
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb: print how many rows each option leaves. Returns 0; mistakes raise
+    ConfigError."""
     parser = VerbParser("select", _ABOUT)
     parser.add_argument("jobs", metavar="OUT", nargs="+", help="output.dir of a complete job")
     parser.add_argument("--where", metavar="EXPR", help="which rows to keep")
@@ -52,11 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     choice = SelectionRequest(args.where, args.best, args.dedupe, args.by, args.top, args.ascending)
     out = new_folder(args.out)
     jobs = [open_rows(job) for job in args.jobs]
-    done = select(jobs, choice, out, columns=args.columns, text_as=args.text_as)
-    if not done.is_new:
+    result = select(jobs, choice, out, columns=args.columns, text_as=args.text_as)
+    if not result.is_new:
         print(f"{args.out} already has these rows.")
         return 0
-    for step, rows in done.funnel:
+    for step, rows in result.funnel:
         print(f"{rows:>12,}  {step}")
-    print(f"{done.rows:,} rows in {args.out}")
+    print(f"{result.rows:,} rows in {args.out}")
     return 0

@@ -1,4 +1,5 @@
-"""`batchgen show OUT`: the rows of a job for people, while it runs or at any time after that."""
+"""The verb `batchgen show OUT`: prints rows of a job for people, or as JSON, while the job runs or
+later."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from batchgen.util.text.text_table import counted
 
 SHOWN_ROWS = 5
 SHOWN_MESSAGES = 3
-_CANDIDATES = 20_000  # row ids among which near ones are sought
+_CANDIDATES = 20_000  # number of row ids searched for similar ones
 
 
 def _parser() -> VerbParser:
@@ -52,6 +53,7 @@ def _parser() -> VerbParser:
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 0; mistakes raise ConfigError."""
     args = _parser().parse_args(arguments)
     if args.rows is not None and args.rows < 0:
         raise ConfigError(f"show: --rows must be at least 0, got {args.rows}")
@@ -84,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
 def _samples_of_row(
     reader: JobFolderReader, row_id: str, sample: int | None
 ) -> list[dict[str, Any]]:
-    """The finished samples of a row; if there are none, the error names what is near."""
+    """Return the finished samples of a row. Raises ConfigError if there are none; the message
+    suggests similar ids or other samples."""
     rows = list(reader.find(row_id))
     if matching := list(of_sample(rows, sample)):
         return matching
@@ -98,17 +101,17 @@ def _samples_of_row(
         raise ConfigError(
             f"--row {row_id}: no row of {reader.storage.display_name} is finished yet"
         )
-    known = list(dict.fromkeys(ids))
-    near = [] if row_id.isdigit() else difflib.get_close_matches(row_id, known, 3, 0.5)
-    ends = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    row_ids = list(dict.fromkeys(ids))
+    similar = [] if row_id.isdigit() else difflib.get_close_matches(row_id, row_ids, 3, 0.5)
+    ends = row_ids[0] if len(row_ids) == 1 else f"{row_ids[0]} to {row_ids[-1]}"
     raise ConfigError(
         f"--row {row_id}: no finished row of {reader.storage.display_name} has this row_id: "
-        + (f"did you mean {', '.join(near)}?" if near else f"there are {ends}")
+        + (f"did you mean {', '.join(similar)}?" if similar else f"there are {ends}")
     )
 
 
 def _print_errors(reader: JobFolderReader, sample: int | None, *, as_json: bool) -> None:
-    """Print each type of error with its number of rows and the first messages."""
+    """Print each type of error with its number of rows and its first messages."""
     counts: Counter[str] = Counter()
     first: dict[str, list[dict[str, Any]]] = {}
     schema = reader.schema

@@ -1,4 +1,5 @@
-"""`batchgen status OUT`: who does what, how fast, and when the job ends."""
+"""The verb `batchgen status OUT`: shows a job's progress, what its workers do, how fast they are,
+and when the job will end."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ not reported for workers.stale_after seconds; others take over what it has begun
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
+    """Run the verb, and return its exit code. Raises ConfigError if there is no job in the
+    folder."""
     parser = VerbParser("status", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a pipeline's")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
@@ -59,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_pipeline(out: str, *, as_json: bool) -> int:
-    """Say how far each step of a pipeline is, and what its workers do."""
+    """Print the progress of each step of a pipeline, and what its workers do. Returns the exit
+    code."""
     from batchgen.pages.report.pipeline_status import status_text, statuses, summary
 
     if as_json:
@@ -75,13 +78,17 @@ def _of_pipeline(out: str, *, as_json: bool) -> int:
 
 
 def lines(status: Status, num_shards: int | None) -> list[str]:
-    """What the verb prints below the first line, given the number of shards of the whole job."""
+    """Return the lines about workers and shards.
+
+    Args:
+        num_shards: the number of shards of the whole job; None if unknown.
+    """
     if not status.workers:
         return []
     header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")
     table = columns([header, *map(_facts, status.workers)], numbers=False)
-    of = "" if num_shards is None else f" of {num_shards:,} in all"
-    table.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
+    of_total = "" if num_shards is None else f" of {num_shards:,} in all"
+    table.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of_total}")
     for shard, ended in status.quarantined.items():
         who = ", ".join(map(str, ended))
         table.append(f"shard {shard} is in quarantine: it crashed the workers {who}")
@@ -89,6 +96,7 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
 
 
 def _facts(worker: WorkerState) -> tuple[str, ...]:
+    """Return a worker's cells of the table."""
     attempt, beat = worker.attempt, worker.beat
     shards = [str(shard) for shard in worker.shards] + [f"copy of {s}" for s in worker.backups]
     shard_text = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
@@ -106,6 +114,7 @@ def _facts(worker: WorkerState) -> tuple[str, ...]:
 
 
 def _num_shards(reader: JobFolderReader) -> int | None:
+    """Return the number of shards that the complete job will have; None if unknown."""
     from batchgen.storage.folder.job_summary import JobSummary
 
     config = reader.config

@@ -1,4 +1,5 @@
-"""`batchgen trace OUT ROW`: from a row back to where it came from, or to what has dropped it."""
+"""The verb `batchgen trace OUT ROW`: follows a row back to its origin, or tells which step dropped
+it."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ was dropped.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Returns 1 if the row was dropped, else 0."""
     parser = VerbParser("trace", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the folder of a job, a pipeline or a set, or an exported file"

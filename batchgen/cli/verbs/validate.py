@@ -1,9 +1,11 @@
-"""Checks every row of a finished job against its constraint, without the job's engine.
+"""The verb `batchgen validate OUT`: checks every row of a finished job against its constraint,
+without the job's engine.
 
     batchgen validate OUT
 
-The exit code is 1 if some row does not satisfy its constraint though the engine said so, 2 if
-nothing could be checked, and 0 otherwise. Rows whose text was cut are counted apart, not as valid.
+The exit code is 1 if some row violates its constraint although the engine reported it as satisfied,
+2 if nothing could be checked, and 0 otherwise. Rows whose text was cut are counted separately, not
+as valid.
 """
 
 from __future__ import annotations
@@ -38,27 +40,28 @@ from batchgen.util.text.row_json import row_reader
 from batchgen.util.text.terminal import guard_terminal
 
 SHOWN = 5
-"""How many problems of each kind the report names."""
+"""How many problems of each kind the report lists."""
 _COLUMNS = ("row_id", "sample_index", "finish_reason", "constraint_satisfied")
+"""The columns that the check reads, besides the text and the constraint."""
 _MEANINGS = {
     "valid": "satisfied, and checked",
     "invalid": "satisfied according to the engine, but INVALID",
     "unchecked": "satisfied according to the engine; cannot be checked",
     **{name: meaning for name, meaning in OUTCOMES.items() if name != "satisfied"},
 }
-"""Outcome of a row → what it means, for people. The engine's `satisfied` becomes one of the first
-three."""
+"""Each outcome of a row, and its meaning as the report shows it. The engine's outcome `satisfied`
+becomes `valid`, `invalid` or `unchecked`."""
 
 
 @dataclass
 class Report:
-    """What the check of a job found.
+    """The result of checking a job.
 
     Attributes:
-        checked_by: what checked the texts, for people.
+        checked_by: the checker of the texts, as the report names it.
         counts: the number of rows of each outcome (the keys of `_MEANINGS`).
-        problems: for the outcomes `invalid` and `unchecked`, the first few such rows: row, sample
-            and reason.
+        problems: for the outcomes `invalid` and `unchecked`, the first few rows, each as a text
+            with row, sample and reason.
     """
 
     checked_by: str
@@ -67,11 +70,16 @@ class Report:
 
     @property
     def rows(self) -> int:
-        """The number of all rows."""
+        """The number of checked rows."""
         return self.counts.total()
 
     def add(self, outcome: str, where: str, reason: str | None) -> None:
-        """Count a row. `reason` is None unless the outcome is `invalid` or `unchecked`."""
+        """Count a row.
+
+        Args:
+            where: the row and sample.
+            reason: None unless the outcome is `invalid` or `unchecked`.
+        """
         self.counts[outcome] += 1
         if reason is not None and len(self.problems[outcome]) < SHOWN:
             self.problems[outcome].append(f"{where}: {reason}")
@@ -87,11 +95,11 @@ class Report:
 
 
 def validate(folder: str | Path) -> Report:
-    """Check all rows of a job, by nothing but its output folder.
+    """Check all rows of a job, reading only its output folder.
 
     Raises:
-        ConfigError: the folder does not hold a complete job with a constraint, or the rows have
-            constraints of their own and the folder does not hold these.
+        ConfigError: the folder does not contain a complete job with a constraint, or each row has
+            its own constraint and the folder does not contain these.
         JobError: a shard is damaged.
     """
     reader = open_folder(str(folder), "validate")
@@ -106,8 +114,7 @@ def validate(folder: str | Path) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. The arguments are those of the process, unless they
-    are given."""
+    """Run the command, and return its exit code. `arguments` defaults to those of the process."""
     parser = VerbParser(
         "validate",
         "Check every row of a finished job against its constraint.",
@@ -123,12 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Checks:
-    """Tells the check of each row. Rows with the same constraint share one.
+    """Provides the check of each row. Rows with the same constraint share one check.
 
     Args:
         config: the job's constraint.
-        column: the dataset column that holds each row's own; None if the job gives one.
-        behind: whether texts begin behind the marker `start_after`.
+        column: the data set's column that holds each row's constraint; None if all rows have the
+            job's.
+        after_reasoning: whether texts begin after the marker `start_after`.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class _Checks:
         self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config, after_reasoning))
 
     def of(self, row: Mapping[str, Any]) -> Check | None:
-        """The check of a row, or None if the row has no constraint.
+        """Return the check of a row; None if the row has no constraint.
 
         Raises:
             Unchecked: its constraint cannot be checked.
@@ -156,7 +164,7 @@ class _Checks:
 
 
 def _cell_check(config: AnyConstraintConfig, after_reasoning: bool, text: str) -> Check:
-    """The check of a constraint that a row holds as text."""
+    """Make the check of a constraint that a row holds as text."""
     if config.kind == "choice":
         return make_check(config, choices_of(text), after_reasoning=after_reasoning)
     is_json = config.kind in ("json_schema", "structural_tag")
@@ -166,7 +174,8 @@ def _cell_check(config: AnyConstraintConfig, after_reasoning: bool, text: str) -
 
 
 def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
-    """The outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or unchecked."""
+    """Return the outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or
+    unchecked."""
     outcome = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
     if outcome == "error":
         return outcome, None
@@ -185,9 +194,10 @@ def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, s
 
 
 def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any]]:
-    """The constraint of a complete job, and its group `output`.
+    """Return the constraint of a complete job, and its configuration group `output`.
 
-    They are read from the manifest, because people may edit config.yaml.
+    Both are read from the manifest, because users may edit config.yaml. Raises ConfigError if the
+    job has no constraint or is incomplete.
     """
     display_name = reader.storage.display_name
     identity = reader.manifest["identity"]
@@ -202,12 +212,12 @@ def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any
 
 
 def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[dict[str, Any]]:
-    """The rows of all shards, with the columns that the check needs.
-
-    Under `column` a row has what the column holds.
+    """Yield the rows of all shards, with the columns that the check needs.
 
     Args:
         text: the name of the column of generated text.
+        column: the data set's column with each row's constraint, a dotted name; the yielded rows
+            have its value under this name. None if all rows have the job's constraint.
     """
     schema = list(reader.schema or ())
     read = row_reader(schema)

@@ -1,4 +1,5 @@
-"""`batchgen view OUT [OUT2]`: a job, two side by side, or a list of jobs, in a browser."""
+"""The verb `batchgen view OUT [OUT2]`: shows a job, two jobs side by side, or a list of jobs in a
+browser."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ _MOST_PORT = 65535
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb: serve pages until Ctrl-C. Returns 0; mistakes raise ConfigError."""
     parser = VerbParser("view", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.pages.viewer.server import ViewServer
 
     with ViewServer(respond, args.port) as server:
-        # Loads what pages need, and compiles their templates, before anybody waits for it.
+        # Load what pages need, and compile their templates, before the first request.
         respond("", {})
         respond("rows", {})
         respond("row", {"n": "0"})
@@ -61,13 +63,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _has_no_job(job_path: str) -> bool:
-    """Whether this is a folder, and not one of a job."""
+    """Whether this is a folder that is not a job's output folder."""
     path = user_path(folder_here(job_path, "batchgen view"), "OUT")
     return path.is_dir() and not (path / "manifest.json").exists()
 
 
 def _jobs(job_path: str) -> Respond:
-    """The pages of the jobs below a folder."""
+    """Return the function that makes the pages of the jobs in a folder. Raises ConfigError if there
+    are none."""
     from batchgen.pages.viewer.folder_site import FolderSite
     from batchgen.pages.viewer.jobs_below import DEEPEST, jobs_below
 
@@ -81,7 +84,7 @@ def _jobs(job_path: str) -> Respond:
 
 
 def _rows(names: Sequence[str]) -> Respond:
-    """The pages of a job, or of two."""
+    """Return the function that makes the pages of one or two jobs."""
     paths = {user_path(folder_here(name, "batchgen view"), "OUT").resolve() for name in names}
     if len(paths) < len(names):
         raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")

@@ -1,4 +1,5 @@
-"""The output columns of scored choices, and the token ids of a row's choices."""
+"""Defines the output columns of scored choices, and tokenizes a row's choices. A job with a
+`choice` constraint that scores choices instead of generating uses these."""
 
 import json
 from collections.abc import Callable

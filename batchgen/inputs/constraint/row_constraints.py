@@ -1,4 +1,5 @@
-"""Reads each row's own constraint from a column of the data set."""
+"""Reads each row's constraint from a column of the data set (`constraint.column`). `RowParams` uses
+`RowConstraints`, and `batchgen validate` uses `cell_text`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from batchgen.inputs.dataset.dataset_columns import named_path, value_at
 from batchgen.inputs.dataset.source import Row
 
 MAX_CACHED = 4096
-"""The number of different cells whose constraints are cached."""
+"""The number of distinct cells whose constraints are cached."""
 _MUST_HOLD = {
     "json_schema": "JSON text or a struct",
     "regex": "text",
@@ -28,26 +29,39 @@ _MUST_HOLD = {
     "grammar": "text (EBNF)",
     "structural_tag": "JSON text or a struct",
 }
+"""What a cell must contain, by the kind of constraint, as error messages say it."""
 
 
 class RowConstraints:
-    """Makes the constraint of each row from the column of the data set that describes it."""
+    """Makes the constraint of each row from its cell in the constraint column. Does nothing if the
+    job has no such column."""
 
     def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
-        """`features` are the types of the columns, as `datasets` infers them. Raises ConfigError if
-        the data set lacks the column that the job names."""
+        """Find the column of constraints.
+
+        Args:
+            config: the job's constraint.
+            features: the types of the data set's columns, as `datasets` infers them.
+
+        Raises:
+            ConfigError: the data set lacks the column.
+        """
         self._column = constraint_column(config)
         self._kind = config.kind
         if self._column is None:
             return
         assert not isinstance(config, NoConstraintConfig)
         self._path = named_path("constraint.column", self._column, features)
-        # Many rows often hold the same constraint, and a schema takes time to check.
+        # Many rows often have the same constraint, and checking a schema takes time.
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
-        """The row's own constraint; None if its cell is empty. Raises RequestError (bad_constraint)
-        for a cell that holds no valid constraint."""
+        """Return the constraint in a row's cell; None if the cell is empty or the job has no such
+        column.
+
+        Raises:
+            RequestError: the cell holds no valid constraint (`bad_constraint`).
+        """
         if self._column is None:
             return None
         try:
@@ -58,12 +72,11 @@ class RowConstraints:
 
 
 def cell_text(kind: str, cell: Any) -> str | None:
-    """The content of a row's cell in the constraint column, as text; None if it is empty. A list of
+    """Return the content of a cell of the constraint column as text; None if it is empty. A list of
     choices, a schema and a tag become JSON text.
 
     Raises:
-        ConstraintError: the cell is neither text nor another value that this kind of constraint
-            allows.
+        ConstraintError: this kind of constraint does not allow such a value.
     """
     if cell is None or isinstance(cell, str):
         return cell

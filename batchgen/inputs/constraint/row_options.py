@@ -1,4 +1,5 @@
-"""Reads a row's own sampling options, under our names or those of OpenAI's API."""
+"""Reads each row's sampling options from a mapping, under batchgen's names or those of OpenAI's
+API. `RowParams` uses `RowOptions`."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ from batchgen.engine.sampling.sampling_params import RequestParams, SharedSampli
 from batchgen.util.errors import ConfigError
 
 BAD_OPTION = "bad_option"
-"""The type of the error of a row whose options cannot be honoured."""
+"""The error type of a row whose options cannot be honoured."""
 SAME_OPTIONS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
 }
-"""Other programs' names of our options."""
+"""Names of OpenAI and vLLM → batchgen's names with the same meaning."""
 IGNORED_OPTIONS = (
     *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 )
-"""Keys of OpenAI's API that do not change what the model writes."""
+"""Keys of OpenAI's API that have no effect on the generated text."""
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
@@ -37,21 +38,27 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
 }
-"""Keys that may only have these values, which change nothing."""
+"""Keys that are accepted only with these values, which have no effect."""
 _HINTS = get_type_hints(SharedSampling)
 OPTIONS = tuple(_HINTS)
-"""Our names of the options that a row may have."""
+"""batchgen's names of the options that a row may have."""
 
 MakeConstraint = Callable[[str], Constraint]
+"""Makes a constraint from the JSON text of a schema. Raises ConstraintError."""
 MakeDecoding = Callable[[Mapping[str, Any]], object]
+"""Makes the strategy's options of a row from a mapping. Raises ValueError."""
 
 
 class RowOptions:
-    """Reads the options of rows for a job with these parameters.
+    """Converts the options of a row to sampling parameters.
 
-    `samples` is the job's `n`, `prompt_keys` are keys of the options that the prompt reads, and
-    `make_schema` makes the constraint of a schema's JSON text, and `make_decoding` the options of
-    the strategy. A `marker` ends free text before what `response_format` asks for.
+    Args:
+        params: the job's parameters, which options override.
+        samples: the job's `sampling.n`, which rows cannot change.
+        prompt_keys: keys among the options that the prompt reads, such as `messages`.
+        make_schema: makes the constraint of a `response_format`.
+        make_decoding: makes the value of the option `strategy`.
+        marker: the text after which a `response_format` applies; before it, text is free.
     """
 
     def __init__(
@@ -70,8 +77,12 @@ class RowOptions:
         self._make_decoding = make_decoding
 
     def params(self, values: Mapping[str, Any]) -> RequestParams:
-        """The job's parameters, changed by the options of a row; a null is no option. Raises
-        RequestError (bad_option, bad_constraint) for an option that cannot be honoured."""
+        """Return the job's parameters with the changes of a row's options. A null value counts as
+        absent.
+
+        Raises:
+            RequestError: an option cannot be honoured (`bad_option`, `bad_constraint`).
+        """
         changes: dict[str, Any] = {}
         names: dict[str, str] = {}
         for key, value in values.items():
@@ -99,7 +110,7 @@ class RowOptions:
             raise _refused(f"{names.get(name, name)} {rest}") from None
 
     def _decoding(self, value: Any) -> object:
-        """The options of the strategy that the key `strategy` has."""
+        """Convert the option `strategy`."""
         if not isinstance(value, Mapping):
             raise _refused(f"strategy must have options by name, got {value!r:.100}")
         try:
@@ -108,7 +119,7 @@ class RowOptions:
             raise _refused(f"strategy: {error}") from None
 
     def _constraint(self, value: Any) -> dict[str, Any]:
-        """What a `response_format` asks for."""
+        """Return the parameter that a `response_format` sets; none for plain text."""
         kind = value.get("type") if isinstance(value, Mapping) else None
         if kind == "text":
             return {}
@@ -127,7 +138,8 @@ class RowOptions:
         return {"constraint": constraint}
 
     def _refuse_other(self, key: str, value: Any, values: Mapping[str, Any]) -> None:
-        """Refuse an option that is no parameter of a request, unless it changes nothing."""
+        """Raise RequestError for an option that is not a sampling parameter, unless its value has
+        no effect."""
         if any(value == harmless and type(value) is type(harmless) for harmless in _harmless(key)):
             return
         if key == "n":
@@ -147,8 +159,9 @@ class RowOptions:
             )
 
     def _check_logprobs(self, key: str, value: Any) -> None:
-        """Log-probabilities are columns, which a job has for all rows or for none."""
-        counts = key == "top_logprobs" or type(value) is int  # logprobs of completions is a number
+        """Raise RequestError if the row asks for log-probabilities that the job does not write.
+        They are columns, which all rows have or none."""
+        counts = key == "top_logprobs" or type(value) is int  # in completions, logprobs is a number
         number = _converted(key, value, int if counts else bool)
         if not self._params.logprobs:
             raise _refused(f"{key}: the job writes no logprobs: set output.columns=[logprobs]")
@@ -160,11 +173,13 @@ class RowOptions:
 
 
 def _harmless(key: str) -> tuple[Any, ...]:
+    """Return the values with which a key has no effect."""
     return HARMLESS_VALUES.get(key, ())
 
 
 def _converted(key: str, value: Any, hint: Any) -> Any:
-    """An option's value as its type; JSON may have an integer as 16.0, and -1 turns top_k off."""
+    """Convert an option's value to its type. JSON may write an integer as 16.0, and -1 turns top_k
+    off."""
     if hint is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if key == "top_k" and value == -1:
@@ -176,7 +191,8 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
 
 
 def _schema_text(value: Mapping[str, Any]) -> str:
-    """The JSON text of the schema in a `response_format`."""
+    """Return the JSON text of the schema in a `response_format`. Raises ConstraintError without
+    one."""
     format = value.get("json_schema")
     schema = format.get("schema") if isinstance(format, Mapping) else None
     if not isinstance(schema, Mapping):

@@ -1,4 +1,5 @@
-"""The parameters of each row's requests: those of the job, changed by the row's own options."""
+"""Makes the sampling parameters of each row's requests: the job's parameters, changed by the row's
+options, adapter and constraint. `RowParams` is the entry point."""
 
 from __future__ import annotations
 
@@ -24,15 +25,18 @@ CheckParams = Callable[[RequestParams], None]
 
 
 class RowParams:
-    """Makes the sampling parameters of each row. The seed is the job's, or the row's own instead of
-    it, from which each sample gets its own."""
+    """Makes the sampling parameters of each row. The seed is the job's or the row's; the seed of
+    each sample is derived from it later."""
 
     def __init__(self, config: JobConfig, features: Mapping[str, Any], check: CheckParams) -> None:
-        """Read the parameters that all rows of the job share; `features` are the columns of its
-        data set.
+        """Prepare the parameters that all rows share.
+
+        Args:
+            features: the types of the data set's columns.
+            check: checks parameters that a row has changed.
 
         Raises:
-            ConfigError: the data set does not have the column of constraints, or that of options.
+            ConfigError: the data set lacks the column of constraints, options or adapters.
         """
         self._job, self._check = config.params, check
         self._adapters = config.model.adapters
@@ -58,11 +62,11 @@ class RowParams:
         )
 
     def sampling(self, row: Row) -> RequestParams:
-        """The parameters of a row without its constraint, if a column holds that.
+        """Return the parameters of a row, without a constraint from a column (see `constrained`).
 
         Raises:
-            RequestError: bad_option, bad_constraint, unknown_adapter: the row's options cannot be
-                honoured, or it names no adapter.
+            RequestError: the row's options cannot be honoured (`bad_option`, `bad_constraint`), or
+                its adapter does not exist (`unknown_adapter`).
         """
         params = self._job if self._column is None else self._sampled(row)
         if self._adapter_column is None:
@@ -77,7 +81,8 @@ class RowParams:
         return replace(params, lora=name)
 
     def _sampled(self, row: Row) -> RequestParams:
-        """What `sampling` returns for a job whose rows have options, without the row's adapter."""
+        """Return the job's parameters, changed by the options in the row's cell; without the row's
+        adapter."""
         try:
             options = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
@@ -100,8 +105,12 @@ class RowParams:
         return params
 
     def constrained(self, row: Row, params: RequestParams) -> RequestParams:
-        """Parameters from `sampling` with the constraint of the row's own; RequestError
-        (bad_constraint) for a cell that holds none."""
+        """Add the constraint from the row's cell, if there is one, to parameters from `sampling`.
+
+        Raises:
+            RequestError: the cell holds no valid constraint (`bad_constraint`), or the row's
+                options have a constraint already (`bad_option`).
+        """
         constraint = self._constraints.of(row)
         if constraint is None:
             return params
@@ -116,18 +125,20 @@ class RowParams:
 
 
 def _decoding_of_row(target: str, values: Mapping[str, Any]) -> object:
-    """The options of the strategy `target` that a row has of its own. Its class loads torch."""
+    """Convert a row's options for the strategy of class `target`. This imports the class, which
+    loads torch."""
     decoding: object = named_code(target, "strategy._target_").decoding_of_row(values)
     return decoding
 
 
 def _prompt_keys(config: JobConfig, column: str) -> list[str]:
-    """The keys below the column of options that the prompt reads."""
+    """Return the keys of the options that the prompt reads: the part of each prompt column's dotted
+    name after `column`."""
     prompt = config.prompt
-    named: list[str | None] = []
+    prompt_columns: list[str | None] = []
     if isinstance(prompt, ChatPromptConfig):
-        named = [prompt.messages_column, prompt.tools_column]
+        prompt_columns = [prompt.messages_column, prompt.tools_column]
     if isinstance(prompt, OpenAIPromptConfig):
-        named = [f"{prompt.body_column}.{key}" for key in ("messages", "tools", "prompt")]
+        prompt_columns = [f"{prompt.body_column}.{key}" for key in ("messages", "tools", "prompt")]
     start = f"{column}."
-    return [name.removeprefix(start) for name in named if name and name.startswith(start)]
+    return [name.removeprefix(start) for name in prompt_columns if name and name.startswith(start)]

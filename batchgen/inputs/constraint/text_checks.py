@@ -1,6 +1,7 @@
-"""Checks whether finished texts satisfy their constraint, for `batchgen validate`.
+"""Checks whether finished texts satisfy their constraint, for `batchgen validate`. `make_check` is
+the entry point.
 
-The checks do not trust the engine: they use other libraries where there are any.
+The checks do not rely on the engine: where possible, they use other libraries.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 Check = Callable[[str], str | None]
-"""Called with a text; returns why it does not keep to the constraint, or None if it does. Raises
-`Unchecked` if the text cannot be checked."""
+"""Returns why a text violates the constraint, or None if it satisfies it. Raises `Unchecked` if the
+text cannot be checked."""
 
 CHECKED_BY = {
     "json_schema": "jsonschema and its format checker",
@@ -39,19 +40,25 @@ CHECKED_BY = {
 """The name of the checker for each kind of constraint, as users see it."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+"""A JSON string with its quotes."""
 
 
 class Unchecked(Exception):
-    """A text cannot be checked. The message says why."""
+    """A text cannot be checked. The message gives the reason."""
 
 
 def make_check(config: AnyConstraintConfig, value: Any, *, after_reasoning: bool = False) -> Check:
-    """Make the check of texts against a constraint. Raises `Unchecked` if the checker cannot read
-    the constraint.
+    """Make a function that checks texts against a constraint.
 
-    `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
-    the pattern, or the EBNF. None stands for any JSON object. With `after_reasoning` the texts
-    begin after the marker `start_after`, which is not in them.
+    Args:
+        config: the job's constraint, whose kind decides the check.
+        value: a schema or tag as parsed JSON, the list of choices, the regex, or the EBNF. None
+            allows any JSON object.
+        after_reasoning: whether texts begin after the marker `start_after`; otherwise they contain
+            it.
+
+    Raises:
+        Unchecked: the checker cannot read the constraint.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
@@ -73,7 +80,7 @@ def make_check(config: AnyConstraintConfig, value: Any, *, after_reasoning: bool
 
 
 def _behind(marker: str, check: Check) -> Check:
-    """The check of what follows the first occurrence of a marker."""
+    """Make a check of the text after the first occurrence of a marker."""
 
     def behind(text: str) -> str | None:
         _, separator, rest = text.partition(marker)
@@ -85,14 +92,15 @@ def _behind(marker: str, check: Check) -> Check:
 
 
 def _any_gap(check: Check, text: str) -> str | None:
-    """What is wrong with a text from behind a marker, however much of its beginning is a gap."""
+    """Check a text from after a marker, without some of its first whitespace characters. Returns
+    None if the text satisfies the constraint without any allowed number of them."""
     reasons = [check(begin) for begin in _without_gap(text)]
     return None if None in reasons else reasons[-1]
 
 
 def _without_gap(text: str) -> Iterator[str]:
-    """The text, and what is left of it without its first whitespace characters, as many as may
-    stand behind a marker: some of them may belong to the constrained text."""
+    """Yield the text, and then the text without its first 1, 2, … whitespace characters, up to the
+    number that may follow a marker. Some of them may belong to the constrained text."""
     yield text
     for _ in range(MARKER_GAP):
         if not text or text[0] not in WHITESPACE:
@@ -102,6 +110,7 @@ def _without_gap(text: str) -> Iterator[str]:
 
 
 def _json_check(validator: Validator, max_whitespace: int) -> Check:
+    """Make a check of JSON text against a schema and against long whitespace between tokens."""
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 
@@ -125,10 +134,13 @@ def _json_check(validator: Validator, max_whitespace: int) -> Check:
 
 
 def _choice_check(choices: Collection[str]) -> Check:
+    """Make a check that a text is one of the choices."""
     return lambda text: None if text in choices else "not one of the choices"
 
 
 def _regex_check(pattern: str) -> Check:
+    """Make a check against a regex, with Python's `re` if it can read the pattern, else with
+    xgrammar."""
     try:
         compiled = re.compile(pattern)
     except re.error:
@@ -137,8 +149,12 @@ def _regex_check(pattern: str) -> Check:
 
 
 def _matcher_check(compile: Callable[[Any], Any]) -> Check:
-    """A check by xgrammar itself, over a vocabulary of single bytes, so that no tokenizer plays a
-    part."""
+    """Make a check with xgrammar, over a vocabulary of single bytes, so that it is independent of
+    tokenizers.
+
+    Args:
+        compile: compiles the grammar, given xgrammar's compiler.
+    """
     import xgrammar
 
     bytes_and_end = [*(bytes([byte]) for byte in range(256)), b"</s>"]

@@ -1,7 +1,8 @@
-"""Checks constraints from a data set, which may be hostile, within a time limit.
+"""Makes constraints from texts of a data set, which may be malicious, within a time limit.
+`RowConstraints` and `RowParams` use `TimedConstraints`.
 
-Most constraints are checked at once. One whose check may take long runs in a process of its own,
-because nothing else ends a search of Python's `re`, which also keeps all other threads waiting.
+Most constraints are checked in this process. If a check may take long, it runs in another process:
+Python's `re` cannot be interrupted otherwise, and blocks all other threads.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from batchgen.evals.graders.grading_pool import WorkerPool
 from batchgen.evals.graders.step import GradeFailure
 
 MOST_SECONDS = 10.0
-"""The longest time, in seconds, that the check of one constraint may take."""
+"""The maximum time for the check of one constraint."""
 _MOST_BYTES = 2 << 30
-"""The address space of the process."""
+"""The maximum address space of the other process."""
 _QUICK_LENGTH = 4096
+"""The maximum length of a regex or a schema that is checked in this process."""
 _SLOW_WORDS = ("$ref", "pattern", "\\")
-"""Texts in a schema that may make its check slow; the backslash may hide the others in an
-escape."""
+"""Texts in a schema that may make its check slow. A backslash could be an escape that hides one of
+the others."""
 
 
 class TimedConstraints:
-    """Makes constraints from the texts of a column."""
+    """Makes constraints of one kind from the texts of a column."""
 
     def __init__(self, config: AnyConstraintConfig) -> None:
         self._config = config
@@ -32,8 +34,11 @@ class TimedConstraints:
         self._slow: set[str] = set()
 
     def make(self, text: str) -> Constraint:
-        """The constraint of a text; ConstraintError if it is none that can be enforced, or takes
-        too long."""
+        """Return the constraint that a text describes.
+
+        Raises:
+            ConstraintError: it is invalid, cannot be enforced, or its check takes too long.
+        """
         if _is_quick(self._config.kind, text):
             return _make(self._config, text)
         if text in self._slow:
@@ -54,7 +59,7 @@ class TimedConstraints:
 
 
 class _Made:
-    """Makes constraints in the process; gives the message of one that cannot be enforced."""
+    """Makes constraints in the other process: returns the constraint, or the error message."""
 
     def __init__(self, config: AnyConstraintConfig) -> None:
         self._config = config
@@ -71,7 +76,7 @@ def _too_slow() -> ConstraintError:
 
 
 def _is_quick(kind: str, text: str) -> bool:
-    """Whether the check takes less than a second for certain."""
+    """Whether the check certainly takes less than a second."""
     if kind in ("choice", "grammar"):
         return True
     if kind == "regex":
@@ -80,7 +85,8 @@ def _is_quick(kind: str, text: str) -> bool:
 
 
 def choices_of(text: str) -> list[str]:
-    """The list of choices that a text from `cell_text` stands for."""
+    """Parse the list of choices in a text from `cell_text`. Raises ConstraintError if it is not a
+    list of strings."""
     try:
         choices = parse_json(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Rows without a data set: `dataset=count` makes N rows that are only numbered."""
+"""The source of `dataset=count`: N numbered rows without a data set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from datasets import Features, Value
 from batchgen.inputs.dataset.source import Row, Source
 
 ROW_INDEX = "row_index"
+"""The name of the only column."""
 
 
 class CountedRows(Source):
-    """A `Source` of rows that have nothing but their index, which is their id, too.
-
-    The output has the index anyway, so that no column is copied.
-    """
+    """A `Source` of `num_rows` rows whose only field is their index, which is also their id. No
+    column is copied to the output, because the output has the index anyway."""
 
     columns: tuple[str, ...] = (ROW_INDEX,)
     schema = pa.schema([])

@@ -1,4 +1,5 @@
-"""Finds values inside nested columns, which users name with dots: `body.messages`."""
+"""Finds columns and values inside nested columns, which users name with dots, such as
+`body.messages`. Row sources, prompts and constraints use this."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from batchgen.util.shorten import some_names
 
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The keys that lead from a row to the value that a dotted name means: the name of the column,
-    then the keys inside its structs; None if there is no such column.
+    """Return the path of a dotted name: the column, then the keys inside its structs. None if there
+    is no such column.
 
-    A column that has dots in its own name goes before what lies inside another one.
+    A column whose name contains dots has priority over a value inside another column.
+
+    Args:
+        features: the types of the data set's columns.
     """
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -25,8 +29,8 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
 
 
 def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of the column that a key of the configuration names. Raises ConfigError if there is
-    none."""
+    """Return the path of the column that the configuration key `key` names. Raises ConfigError if
+    there is no such column."""
     path = column_path(name, features)
     if path is None:
         raise ConfigError(
@@ -36,11 +40,11 @@ def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, .
 
 
 def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
-    """The feature below some keys of a feature; None if there cannot be one. Below JSON of several
-    types it is JSON."""
+    """Return the type (`datasets` feature) of a value inside a struct, given the struct's feature
+    and the keys; None if there is no such value. Inside a JSON feature, all values are JSON."""
     if not keys:
         return feature
-    from datasets.features import Json  # takes seconds, and mistakes are told before it is needed
+    from datasets.features import Json  # slow import, not needed to report errors
 
     for key in keys:
         if isinstance(feature, Json):
@@ -50,7 +54,8 @@ def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
 
 
 def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """The value at a path from `column_path`; None if it or a struct above it is absent."""
+    """Return the value at a path from `column_path`; None if the value or a struct on the path is
+    missing."""
     value: Any = fields
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -58,10 +63,10 @@ def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def json_cell(value: Any) -> Any:
-    """The JSON value of a cell; text is parsed.
+    """Return the JSON value of a cell. Text is parsed; other values are returned as they are.
 
     Raises:
-        ValueError: the cell holds text that is no JSON, or names a key twice.
+        ValueError: the text is not JSON, or an object has a key twice.
     """
     if not isinstance(value, str):
         return value
@@ -74,8 +79,12 @@ def json_cell(value: Any) -> Any:
 
 
 def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]:
-    """The new name of each column, as `dataset.rename` says. Raises ConfigError if it names no
-    column, or gives two columns one name."""
+    """Map each column to its name after `dataset.rename`.
+
+    Raises:
+        ConfigError: `rename` names a column that does not exist, or two columns would have one
+            name.
+    """
     names = {name: rename.get(name, name) for name in columns}
     for name in rename:
         if name not in names:

@@ -1,4 +1,4 @@
-"""Loads the data set at `dataset.path`: local files and folders, or a data set of the hub.
+"""Loads the data set at `dataset.path`: local files and folders, or a data set on the hub.
 
 `row_source.open_dataset` calls `load_split` and reads rows from the result.
 """
@@ -28,14 +28,15 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import content_digests, fingerprint_text
 
 _READING_VERSION = 2
-"""Increased when a version of batchgen reads other rows from the same files."""
+"""Increased when a new version of batchgen reads different rows from the same files."""
 _CACHE_VERSION = "rows-4"
-"""Changed when a version of batchgen stores rows in the cache in another form."""
+"""Changed when a new version of batchgen stores rows in the cache in a different format."""
 _LOGGERS = ("datasets", "huggingface_hub")
-"""The loggers of datasets and of what it loads with."""
+"""The loggers of datasets and of the library that downloads for it."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
-"""Keys of a configuration in a README.md that only say which files have its rows."""
+"""Keys of a configuration in a README.md that only say which files contain its rows."""
 DEMO = Path(__file__).parents[2] / "data" / "demo.jsonl"
+"""The data set of the demo job."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class LoadedDataset:
     """All rows of one split.
 
     Attributes:
+        data: the rows, memory-mapped or as a stream.
         fingerprint: a text that differs if the content of any row differs.
-        files: the local files that the rows are read from; empty for the hub.
+        files: the local files that the rows are read from; empty for the hub and for saved data
+            sets.
         json: the columns of the rows, if `data` holds each row as JSON text; else None.
     """
 
@@ -57,9 +60,9 @@ class LoadedDataset:
 def load_split(config: DatasetConfig) -> LoadedDataset:
     """Load the split that the configuration names.
 
-    Unless they are streamed, local files are converted once into Arrow files in the cache of
-    datasets. The folder there is named by their content, so that a file which has changed is never
-    taken from an old cache.
+    Unless they are streamed, local files are converted once to Arrow files in the cache of
+    datasets. The cache folder is named after their content, so that a changed file is never read
+    from an old cache.
 
     Raises:
         ConfigError: the path, the split or the data cannot be used.
@@ -85,14 +88,16 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and log lines of `datasets`: batchgen's errors say the same."""
+    """Silence the progress bars and log messages of `datasets` inside the context, because batchgen
+    reports the errors itself."""
     bars = datasets.are_progress_bars_disabled()
     handlers = [handler for name in (None, *_LOGGERS) for handler in getLogger(name).handlers]
 
     def is_of_others(record: LogRecord) -> bool:
         return not record.name.startswith(_LOGGERS)
 
-    # To set the level of a logger takes a hundred times as long, and streams do it at each batch.
+    # Setting the level of a logger would take a hundred times as long, and a stream enters this
+    # context for each batch.
     for handler in handlers:
         handler.addFilter(is_of_others)
     datasets.disable_progress_bars()
@@ -106,6 +111,7 @@ def quiet() -> Iterator[None]:
 
 
 def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
+    """Load local files of one format as one split."""
     kind = check_formats(files)
     check_reading(config, kind)
     fingerprint = _content(split, files, kind, config)
@@ -124,8 +130,7 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
 
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
-    """A folder, read as `datasets` does: its file names or its README.md say which splits it
-    has."""
+    """Load a folder as `datasets` does: file names or README.md define its splits."""
     if folder.resolve() == Path("/"):
         raise ConfigError(
             "dataset.path=/ is the root of all files of this machine: give the file or folder with "
@@ -139,7 +144,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
     declared = _declared(folder)
-    # If there are files of another format, .txt files are notes.
+    # Next to files of another format, .txt files are notes and not data.
     files = [f for f in files if table_format(f) != "txt"] or files
     if declared == "nothing":
         check_formats(files)
@@ -150,7 +155,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         chosen = [Path(name) for name in used[split]]
         if declared == "nothing":
             _check_all_used(files, [Path(name) for names in used.values() for name in names])
-        # Text that nobody has declared types for is read as it is anywhere else.
+        # Text files without declared types are read like those of any other path.
         is_text = declared == "only files" and table_format(chosen[0]) in TEXT_FORMATS
         if declared == "nothing" or is_text:
             return _load_files(chosen, config, split)
@@ -166,8 +171,8 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
 
 
 def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
-    """What the README.md of a folder declares about its rows: nothing, their files, or also the
-    types or options for reading."""
+    """Return what the README.md of a folder declares about its rows: nothing, only which files
+    contain them, or also types or options for reading."""
     readme = folder / "README.md"
     try:
         card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
@@ -183,10 +188,10 @@ def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
 
 
 def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
-    """Refuse a folder of which datasets would leave out a file: if the names of some files contain
-    the name of a split, it drops all files without one."""
-    known = {file.resolve() for file in used}
-    left_out = [file for file in files if file.resolve() not in known]
+    """Raise ConfigError if `datasets` would ignore a file: if some file names contain the name of a
+    split, it ignores all files without one."""
+    used_files = {file.resolve() for file in used}
+    left_out = [file for file in files if file.resolve() not in used_files]
     if left_out:
         raise ConfigError(
             f"dataset.path: {left_out[0]} belongs to no split, though other files are named like "
@@ -195,6 +200,7 @@ def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
 
 
 def _saved_splits(folder: Path) -> list[str]:
+    """Return the names of the splits that `save_to_disk` wrote into a folder."""
     file = folder / "dataset_dict.json"
     try:
         return [str(split) for split in json.loads(file.read_text(encoding="utf-8"))["splits"]]
@@ -203,7 +209,7 @@ def _saved_splits(folder: Path) -> list[str]:
 
 
 def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDataset:
-    """A split that datasets' save_to_disk wrote, memory-mapped as it is."""
+    """Load a split that `save_to_disk` of datasets wrote, memory-mapped."""
     check_reading(config, "saved by datasets")
     try:
         data = datasets.load_from_disk(str(folder))
@@ -216,6 +222,7 @@ def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDatase
 
 
 def _load_hub(config: DatasetConfig) -> LoadedDataset:
+    """Load a data set from the hub."""
     try:
         builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
         if builder.info.splits:
@@ -226,13 +233,13 @@ def _load_hub(config: DatasetConfig) -> LoadedDataset:
         raise
     except READ_ERRORS as error:
         raise ConfigError(_not_loaded(config, reason(error))) from None
-    # The hash is the commit of the data set's repository, also if the data comes from the cache.
+    # The builder's hash is the commit of the repository, even if the data comes from the cache.
     parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
     return LoadedDataset(splits[split], fingerprint_text(*parts))
 
 
 def _not_loaded(config: DatasetConfig, why: str) -> str:
-    """Why a data set of the hub cannot be loaded, and what may help."""
+    """Return the error message for a data set of the hub that cannot be loaded, with advice."""
     name = str(config.path)
     start = f"dataset.path: cannot load {name}"
     if Path(name).exists():
@@ -244,7 +251,7 @@ def _not_loaded(config: DatasetConfig, why: str) -> str:
 
 
 def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
-    """All splits of the builder, by name."""
+    """Return all splits of a builder by name, as streams or memory-mapped data sets."""
     if config.streaming:
         return dict(builder.as_streaming_dataset())
     builder.download_and_prepare()
@@ -254,6 +261,8 @@ def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
 
 
 def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
+    """Return the split that the configuration names, or the only one. Raises ConfigError if there
+    is no such split, or several to choose from."""
     names = ", ".join(map(str, splits))
     if config.split is None:
         if len(splits) == 1:
@@ -270,8 +279,8 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
 
 
 def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
-    """The fingerprint of a split's files in their order, with how they are read, wherever they
-    lie."""
+    """Return the fingerprint of a split: the content of its files in order, and how they are read.
+    The files' location does not matter."""
     reading = {key: value for key, value in config.reading.items() if not is_usual(key, value)}
     how = json.dumps([_READING_VERSION, kind, reading], sort_keys=True)
     try:
@@ -281,4 +290,5 @@ def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig
 
 
 def _cache_dir(*names: str) -> Path:
+    """Return a folder in the cache of datasets."""
     return Path(datasets.config.HF_DATASETS_CACHE).joinpath("batchgen", *names)

@@ -1,5 +1,5 @@
-"""Finds the files that `dataset.path` names. Importing this loads none of the libraries for
-data."""
+"""Finds the files that `dataset.path` names, without importing any data library. `dataset_files`
+and the early checks of a job use this."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from batchgen.util.paths import short_user_path
 
 
 def local_path(path: str) -> Path:
-    """The file, folder or glob that a path names, also inside a package."""
+    """Return the file, folder or glob that a path names, possibly inside a Python package."""
     if path.startswith(PACKAGE_SCHEME):
         return find_in_package(path, "dataset.path:")
     return short_user_path(path, "dataset.path")
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of a path that is no folder, of one known format. Raises ConfigError without
-    any."""
+    """Return the files that a path names: a file, or those that match a glob.
+
+    Raises:
+        ConfigError: there is no such file, or the files have an unknown format or several formats.
+    """
     if path.is_file():
         files = [path]
     elif glob.has_magic(str(path)):
@@ -39,6 +42,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _like_hub_name(path: str) -> bool:
+    """Whether a path looks like the name of a data set on the hub."""
     return (
         path.count("/") <= 1
         and not path.startswith((".", "/"))
@@ -47,7 +51,8 @@ def _like_hub_name(path: str) -> bool:
 
 
 def check_formats(files: Sequence[Path]) -> str:
-    """The format that all files have."""
+    """Return the format that all files have. Raises ConfigError for an unknown format or several
+    formats."""
     by_format: dict[str | None, Path] = {}
     for file in files:
         by_format.setdefault(table_format(file), file)

@@ -1,5 +1,5 @@
-"""Classifies the types of columns (`datasets` features): plain values, images, or values with
-bytes."""
+"""Classifies the types of columns (`datasets` features): plain values, images, or values that
+contain bytes. `RowSource` uses this."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from datasets import ClassLabel, Image, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
 PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
-"""Features whose values are numbers, strings, lists and dicts; images and audio are none."""
+"""Features whose values are numbers, strings, lists and dicts, and not images or audio."""
 
 
 def is_plain(feature: Any) -> bool:
-    """Whether the values of a feature are numbers, strings, lists and dicts of Python."""
+    """Whether the values of a feature are numbers, strings, lists and dicts of these."""
     return (
         isinstance(feature, PLAIN)
         if (inner := _inner(feature)) is None
@@ -22,7 +22,7 @@ def is_plain(feature: Any) -> bool:
 
 
 def is_image(feature: Any) -> bool:
-    """Whether the values of a feature are images of datasets, or lists of them."""
+    """Whether the values of a feature are images, or lists of images."""
     inner = _inner(feature)
     if isinstance(feature, Image):
         return True
@@ -30,7 +30,7 @@ def is_image(feature: Any) -> bool:
 
 
 def holds_bytes(feature: Any) -> bool:
-    """Whether the values of a feature have bytes in them, at any depth."""
+    """Whether the values of a feature contain bytes at any depth."""
     if isinstance(feature, Image):
         return True
     if isinstance(feature, Value):
@@ -39,7 +39,7 @@ def holds_bytes(feature: Any) -> bool:
 
 
 def _inner(feature: Any) -> list[Any] | None:
-    """The features of which a struct or a list consists; None of any other feature."""
+    """Return the features inside a struct or a list; None for any other feature."""
     if isinstance(feature, dict):
         return list(feature.values())
     if isinstance(feature, (List, LargeList)):

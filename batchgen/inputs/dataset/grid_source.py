@@ -1,5 +1,5 @@
 """Repeats each row of a source once for each of several adapters (`model.lora_grid`). `open_job`
-uses it."""
+uses `GridSource`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GridRow(Row):
-    """A row with the name of an adapter in `fields`; `base` is the row without it."""
+    """A row with the name of an adapter among its `fields`; `base` is the original row."""
 
     base: Row = field(kw_only=True)
 
 
 class GridSource(SourceOver):
-    """A source that repeats each row of another source once for each adapter, one after the other.
+    """A source that repeats each row of another source once for each adapter, consecutively.
 
-    The copies have the id of the original row, so their random numbers are equal, and answers of
-    adapters can be compared question by question. The column `adapter` tells the copies apart. With
-    G adapters, row i of the original source becomes the rows i·G to i·G + G − 1.
+    The copies have the original row's id, so their random numbers are equal, and the answers of
+    adapters can be compared question by question. The column `adapter` distinguishes the copies.
+    With G adapters, row i of the original source becomes the rows i·G to i·G + G − 1.
     """
 
     def __init__(self, source: Source, adapters: Sequence[str]) -> None:
@@ -45,6 +45,7 @@ class GridSource(SourceOver):
 
     @property
     def _times(self) -> int:
+        """The number of adapters, G."""
         return len(self._adapters)
 
     @property
@@ -84,6 +85,7 @@ class GridSource(SourceOver):
             yield self._with_adapter(row, index % self._times)
 
     def _with_adapter(self, row: Row, number: int) -> Row:
+        """Return the copy of an original row for the adapter of this number."""
         fields = {**row.fields, ADAPTER: self._adapters[number]}
         return GridRow(row.index * self._times + number, row.id, fields, row.failure, base=row)
 
@@ -93,7 +95,8 @@ class GridSource(SourceOver):
         return {**self._source.passthrough(row.base), ADAPTER: row.fields[ADAPTER]}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The columns read from the underlying source for the rows before `stop`, see `Source`."""
+        """Yield tables of the original rows that the rows before `stop` are made from, see
+        `Source`."""
         return self._source.tables(-(-stop // self._times), size)
 
     def open_index(

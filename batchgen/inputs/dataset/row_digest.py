@@ -1,6 +1,6 @@
-"""Digests of the rows of a data set. They show whether rows were only added to it.
+"""Computes digests of a data set's rows, which show whether the data set has changed or only grown.
 
-The manifest keeps them, so that a job can be resumed with a data set that has grown.
+The manifest stores them, so that a job can be resumed with a data set that has grown.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 BLOCK = 1000
-"""A digest ends after every such number of rows. Digests depend on it."""
+"""The number of rows after which a new digest is recorded. Stored digests depend on it."""
 
 
 class Tables(Protocol):
-    """A source of rows, such as `RowSource`, that can also give them as Arrow tables."""
+    """A source of rows, such as `RowSource`, that can return them as Arrow tables."""
 
     @property
     def num_ready(self) -> int | None:
-        """How many rows are there; None for a stream."""
+        """The number of rows that can be read; None for a stream."""
         ...
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows before `stop` in tables of `size` rows, of which the last one may have fewer."""
+        """Yield the rows before `stop` in tables of `size` rows; the last table may have fewer."""
         ...
 
 
 def rows_digest(source: Tables, stop: int) -> list[str] | None:
-    """Digests over the content of the rows from the first one on; None for a stream.
+    """Return digests of the first `stop` rows; None for a stream.
 
-    Digest k, of 32 hex digits, is over the rows before `min(1000 * (k + 1), stop)`. Two lists for
-    the same `stop` are equal if and only if all those rows are; else the first digest that differs
-    tells the thousand in which the first changed row lies. Where only rows were added, all digests
-    but the last one are also the first ones of the longer list.
+    Digest k, of 32 hex digits, covers the rows before `min(1000 * (k + 1), stop)`. Two lists for
+    the same `stop` are equal if and only if all these rows are equal. Otherwise the first different
+    digest shows which thousand contains the first changed row. If rows were only added, all old
+    digests except the last are a prefix of the new list.
 
-    Names, order and types of the columns count, and all values. Where the rows lie, in how many
-    files and in which format plays no part, as long as it gives the same types.
+    The digests cover names, order and types of the columns, and all values. Location, number and
+    format of the files do not matter if the types are the same.
     """
-    known = source.num_ready
-    if known is None:
+    num_ready = source.num_ready
+    if num_ready is None:
         return None
-    assert stop <= known
+    assert stop <= num_ready
     digest, digests = blake2b(digest_size=16), list[str]()
     for table in source.tables(stop, BLOCK):
         for name, column in zip(table.column_names, table.columns, strict=True):
@@ -55,16 +55,16 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
 
 
 def array_digest(array: pa.Array, size: int = 16) -> bytes:
-    """The digest of an array's values and nulls to the bit; NaN is equal to itself. Of two arrays
-    of one type it is equal if and only if all values are."""
+    """Return the digest of an array's values and nulls, `size` bytes. Digests of two arrays of one
+    type are equal if and only if all values are equal bit for bit; NaN equals itself."""
     digest = blake2b(digest_size=size)
     _add_array(digest, array)
     return digest.digest()
 
 
 def _add_array(digest: blake2b, array: pa.Array) -> None:
-    """Add the length of an array, where its nulls are, and its values, without what lies under
-    nulls."""
+    """Add an array to a digest: its length, the positions of nulls, and its values except those
+    under nulls."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = array.type
@@ -90,7 +90,7 @@ def _add_array(digest: blake2b, array: pa.Array) -> None:
         _add_values(digest, array.cast(pa.uint8()))
     elif pa.types.is_primitive(kind):
         _add_values(digest, array)
-    else:  # what is rare: decimals, maps
+    else:  # rare types: decimals, maps
         _add_bytes(digest, repr(array.to_pylist()).encode("utf-8", "surrogatepass"))
 
 
@@ -105,7 +105,7 @@ def _is_text_or_binary(kind: pa.DataType) -> bool:
 
 
 def _add_values(digest: blake2b, array: pa.Array) -> None:
-    """Add the values of an array of numbers or times, none of which is null."""
+    """Add the values of an array of numbers or times without nulls."""
     if len(array):
         size = array.type.bit_width // 8
         start = array.offset * size
@@ -113,7 +113,7 @@ def _add_values(digest: blake2b, array: pa.Array) -> None:
 
 
 def _joined(array: pa.Array) -> bytes | memoryview:
-    """The bytes of all values of an array of large_binary, one after the other."""
+    """Return the concatenated bytes of all values of a large_binary array."""
     if not len(array):
         return b""
     ends = np.frombuffer(array.buffers()[1], np.int64, len(array) + 1, 8 * array.offset)
@@ -121,5 +121,6 @@ def _joined(array: pa.Array) -> bytes | memoryview:
 
 
 def _add_bytes(digest: blake2b, data: bytes | memoryview) -> None:
+    """Add bytes, after their length."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)

@@ -1,4 +1,5 @@
-"""Converts rows from stored Arrow tables into the fields that prompt templates and steps see."""
+"""Converts rows from stored Arrow tables to the fields that prompt templates and row steps see.
+`RowSource` uses this."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from batchgen.util.text.row_json import value_reader
 
 
 class RowFields(Protocol):
-    """The way in which a data set stores its rows.
+    """The interface of a storage format of rows.
 
     Attributes:
-        columns: the stored columns that the fields are read from, by their names in the data set.
+        columns: the stored columns that the fields are read from.
     """
 
     @property
@@ -35,8 +36,8 @@ class RowFields(Protocol):
 class ArrowFields:
     """Reads rows that are stored in Arrow columns.
 
-    JSON text is parsed. Null fields of structs are left out, because Arrow gives every struct of a
-    column the fields of all of them.
+    JSON text is parsed. Null fields of structs are left out, because in Arrow each struct of a
+    column has the fields of all structs of the column.
     """
 
     def __init__(self, features: Features) -> None:
@@ -72,8 +73,12 @@ class JsonFields:
     columns = (ROW_TEXT,)
 
     def __init__(self, columns: JsonColumns, names: Mapping[str, str]) -> None:
-        """Use `columns` to type the values; `names` maps the name of a column that users see to its
-        name in the files."""
+        """Create the reader.
+
+        Args:
+            columns: the columns in the files, with their types.
+            names: maps the name of each column that users see to its name in the files.
+        """
         self._json, self._names = columns, names
         self._same = tuple(names) if list(names) == list(names.values()) else None
 
@@ -93,14 +98,15 @@ class JsonFields:
 def _read(
     rows: list[dict[str, Any]], readers: Mapping[str, Callable[[Any], Any]]
 ) -> list[dict[str, Any]]:
+    """Apply each column's reader to the fields of all rows, in place."""
     for fields in rows if readers else ():
         fields |= {name: read(fields[name]) for name, read in readers.items() if name in fields}
     return rows
 
 
 def _has_padding(array: pa.Array) -> bool:
-    """Whether a struct in an array has a null field, which may be there only because other structs
-    have that field. This is decided by counting nulls."""
+    """Whether some struct in an array may have a null field only because other structs have that
+    field. This is decided by counting nulls."""
     kind = array.type
     if pa.types.is_struct(kind):
         parts = array.flatten()  # null where the struct is

@@ -1,4 +1,5 @@
-"""Checks that no two rows of a job have the same id: they would draw the same random numbers."""
+"""Checks that no two rows of a job have the same id, because they would draw the same random
+numbers. `RowSource` uses this."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from hashlib import blake2b
 from batchgen.util.errors import ConfigError
 
 MAX_NAMED = 3
+"""How many ids, and rows of each id, an error message names."""
 
 
 class IdSet:
-    """A set of ids that keeps only their 64-bit hashes.
+    """A set of ids that stores only their 64-bit hashes.
 
-    An id takes 12 to 24 bytes; in a Python set it would take over 80. Among n different ids the
-    probability that two share a hash is n²/2⁶⁵, so callers must look at the ids themselves before
-    they call one a duplicate.
+    An id takes 12 to 24 bytes instead of more than 80 in a Python set. Among n different ids, the
+    probability that two have the same hash is n²/2⁶⁵, so callers must compare the ids themselves
+    before they report a duplicate.
     """
 
     def __init__(self) -> None:
@@ -28,10 +30,11 @@ class IdSet:
 
     @property
     def num_bytes(self) -> int:
+        """The memory of the table in bytes."""
         return len(self._slots) * self._slots.itemsize
 
     def add(self, row_id: str) -> bool:
-        """Add an id; returns whether it was new."""
+        """Add an id. Returns whether its hash was new."""
         if 3 * self._size >= 2 * len(self._slots):
             old = self._slots
             self._slots = array("Q", bytes(16 * len(old)))
@@ -47,6 +50,7 @@ class IdSet:
         return True
 
     def _find(self, value: int) -> int:
+        """Return the slot of a hash: the one that holds it, or the empty one where it belongs."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = value & mask
         while slots[slot] not in (0, value):
@@ -55,7 +59,12 @@ class IdSet:
 
 
 def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
-    """Check that all ids differ; `ids` is called once more if two of them have the same hash.
+    """Check that all ids differ.
+
+    Args:
+        ids: returns all ids in the order of the rows. It is called again if two ids have the same
+            hash.
+        column: the column of the ids, for the message.
 
     Raises:
         ConfigError: some ids repeat; the message names a few of them and their rows.
@@ -74,7 +83,11 @@ def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
 
 
 def duplicate_error(column: str, repeated: dict[str, list[int]]) -> ConfigError:
-    """The error for ids that several rows have, from each id to its rows."""
+    """Return the error for ids that several rows have.
+
+    Args:
+        repeated: each repeated id and the indices of its rows.
+    """
     first = sorted(repeated.items(), key=lambda item: item[1])[:MAX_NAMED]
     named = "; ".join(
         f"{row_id!r} in rows {', '.join(map(str, indices[:MAX_NAMED]))}"

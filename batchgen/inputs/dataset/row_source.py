@@ -1,4 +1,5 @@
-"""Reads the rows of a job's data set in order, from files or the hub: the main `Source`."""
+"""Reads the rows of a job's data set in order, from files or the hub. `open_dataset` returns a
+`RowSource`, the main implementation of `Source`."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ from batchgen.inputs.tables.table_formats import check_width, reason
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 
-BATCH = 256  # rows that are read at a time
-IMAGE_BATCH = 16  # rows with images that are read at a time
-FIRST_ROWS = 1000  # rows from which the features of a stream without features are inferred
+BATCH = 256  # the number of rows that are read at a time
+IMAGE_BATCH = 16  # the same for rows with images
+FIRST_ROWS = 1000  # the types of an untyped stream are inferred from these
 
 
 def open_dataset(config: DatasetConfig, images: Collection[str] = ()) -> RowSource:
-    """Open the data set that the configuration names, and check what needs no pass over a stream.
-    Columns of images are read if they are in `images`, and are not copied to the output.
+    """Open the data set that the configuration names, and check all that can be checked without
+    reading a whole stream.
+
+    Args:
+        images: the columns of images that prompts read. They are not copied to the output; other
+            columns of images are not read.
 
     Raises:
         ConfigError: the data does not exist, cannot be read, lacks the split or a column, has no
@@ -118,8 +123,8 @@ class RowSource(Source):
             check_unique(self._ids, config.id_column)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """The rows from index `start` on. Rows before it are read only if the data is a stream,
-        whose ids are checked as they come: a missing or repeated one raises ConfigError."""
+        """Yield the rows from index `start` on. A stream is read from its beginning, and its ids
+        are checked as they come: a missing or repeated id raises ConfigError."""
         seen = IdSet() if self.num_rows is None and self._id_path else None
         first = 0 if self.num_rows is None else start
         for index, fields in enumerate(self._fields(first), first):
@@ -130,7 +135,8 @@ class RowSource(Source):
                 yield Row(index, row_id, fields)
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """The rows with these indices, in their order; only these are read. Map-style data only."""
+        """Yield the rows with these indices, in this order, reading only these. Map-style data
+        only."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(indices).with_format("arrow")
         next_index = iter(indices)
@@ -141,8 +147,8 @@ class RowSource(Source):
                     yield Row(index, self._id(index, fields), fields)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output, by their names. Raises
-        RequestError (bad_row) if one does not fit its column."""
+        """Return the values of the columns that are copied to the output, by column. Raises
+        RequestError (`bad_row`) if a value does not fit its column."""
         values = {name: row.fields.get(name) for name in self._copied}
         for name, encode in self._encoders.items():
             values[name] = encode(values[name])
@@ -164,7 +170,7 @@ class RowSource(Source):
         return values
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows before index `stop` as Arrow tables of at most `size` rows. Map-style data
+        """Yield the rows before index `stop` as Arrow tables of at most `size` rows. Map-style data
         only."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(range(stop)).with_format("arrow")
@@ -172,13 +178,14 @@ class RowSource(Source):
             yield from map(self._kept.typed, data.iter(batch_size=size))
 
     def _field(self, stored: pa.Field) -> pa.Field:
-        """The output field of a column that has the field `stored` in the data set."""
+        """Return the output field of a column, given its field in the stored data."""
         name, kind = stored.name, storage_type(stored.type)
         if has_json(self.features[name]):
             return stored_field(name, self.features[name], kind)
         return pa.field(name, kind)
 
     def _fields(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yield the fields of the rows from index `start` on, up to `dataset.limit`."""
         batches, index, limit = self._batches(start), start, self._config.limit
         while limit is None or index < limit:
             with self._reading(f"row {index} or the rows after it"):
@@ -189,6 +196,7 @@ class RowSource(Source):
             index += len(batch)
 
     def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the fields of rows in batches. A stream ignores `start`."""
         data = self._data
         if self._has_loose_types:  # rows may differ in type, so they do not fit into an Arrow batch
             assert isinstance(self._kept, ArrowFields)
@@ -200,6 +208,8 @@ class RowSource(Source):
         return map(self._kept.of_table, data.with_format("arrow").iter(batch_size=self._batch))
 
     def _ids(self) -> Iterator[str]:
+        """Yield the ids of all rows, reading only the id column if possible. Map-style data
+        only."""
         assert isinstance(self._data, Dataset)
         data, kept = self._data.select(range(self.num_rows or 0)), self._kept
         if isinstance(kept, ArrowFields):
@@ -213,7 +223,8 @@ class RowSource(Source):
                 index += 1
 
     def _id(self, index: int, fields: dict[str, Any]) -> str:
-        """The id of a row; raises ConfigError if it is null, or neither a string nor an integer."""
+        """Return the id of a row. Raises ConfigError if it is null, or neither a string nor an
+        integer."""
         if not self._id_path:
             return str(index)
         value = value_at(fields, self._id_path)
@@ -235,7 +246,8 @@ class RowSource(Source):
         return str(value)
 
     def _find_id(self, features: dict[str, Any]) -> tuple[str, ...]:
-        """The path of the id in the fields of a row; empty if rows are numbered."""
+        """Return the path of the id in a row's fields; empty if rows are numbered. Raises
+        ConfigError if there is no such column, or it cannot hold ids."""
         column = self._config.id_column
         if column is None:
             return ()
@@ -253,8 +265,8 @@ class RowSource(Source):
         return path
 
     def _check_earlier(self, index: int, row_id: str) -> None:
-        """Raise ConfigError if an earlier row has this id. The set of ids keeps hashes alone, and
-        two ids with the same hash need not be equal."""
+        """Raise ConfigError if an earlier row has this id. `IdSet` found the same hash, but
+        different ids can have the same hash."""
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):
@@ -264,8 +276,12 @@ class RowSource(Source):
     def _check_columns(
         self, features: Features, unread: Sequence[str], image_columns: Sequence[str]
     ) -> None:
-        """Raise ConfigError if a column that is to be copied to the output does not exist, or is
-        unread or one of images, which no file of the output can hold."""
+        """Raise ConfigError if a column to copy to the output does not exist, or cannot be copied.
+
+        Args:
+            unread: columns that are not read, such as audio.
+            image_columns: columns of images that are read.
+        """
         known = some_names([name for name in self.columns if name not in image_columns])
         others = [name for name in unread if not is_image(features[name])]
         if self._config.columns is None and others:
@@ -288,8 +304,8 @@ class RowSource(Source):
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Turn errors of reading `what` into a ConfigError, or a JobError if running the job again
-        may help."""
+        """Convert errors that occur while reading `what` to ConfigError, or to JobError if running
+        the job again may help."""
         try:
             with quiet():
                 yield
@@ -303,7 +319,7 @@ class RowSource(Source):
 
 
 def _features_of(rows: list[dict[str, Any]]) -> Features:
-    """The features of rows, with the columns of all of them, not only of the first."""
+    """Infer the types of columns from rows, which need not all have the same columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
     return Features.from_arrow_schema(table.schema)

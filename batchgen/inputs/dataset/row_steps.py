@@ -1,4 +1,5 @@
-"""A `Source` whose rows get further columns from steps of `rows` that keep every row."""
+"""Adds columns to the rows of a source, with those steps of `rows` that keep every row.
+`SteppedSource` is the entry point."""
 
 from __future__ import annotations
 
@@ -19,36 +20,35 @@ from batchgen.util.shorten import some_names
 
 @dataclass(frozen=True, slots=True)
 class SteppedRow(Row):
-    """A row with the columns of the steps in `fields`; `base` is the row as the
-    data set has it."""
+    """A row with the steps' columns among its `fields`; `base` is the original row."""
 
     base: Row = field(kw_only=True)
 
 
 class SteppedSource(SourceOver):
-    """A `Source` whose rows went through steps, one after the other.
+    """A `Source` that applies steps to each row of another source, one after another.
 
-    A column that a step writes replaces one of the data set with the same name. A row in which a
-    step fails has none of the steps' columns and becomes an error row (bad_choices). The
-    fingerprint is that of the data set: the steps are part of the job's configuration.
+    A step's column replaces a column of the data set with the same name. If a step fails in a row,
+    the row has none of the steps' columns and becomes an error row (`bad_choices`). The fingerprint
+    is the data set's, because the steps are part of the job's configuration.
     """
 
     def __init__(self, source: Source, steps: Sequence[RowStep]) -> None:
-        """Check that every column which a step reads is one of the data set or of a step before
-        it."""
+        """Create the source. Raises ConfigError if a step reads a column that neither the data set
+        nor an earlier step has."""
         super().__init__(source)
         self._steps = tuple(steps)
         schema = arrow_schema([column for step in steps for column in step.writes])
         self._made = {column.name: column for column in schema}
-        known = list(source.features)
+        available = list(source.features)
         for number, step in enumerate(steps):
             for name in step.field_names:
-                if name not in known:
+                if name not in available:
                     raise ConfigError(
                         f"rows[{number}]: {type(step).__name__} reads the column {name!r}, which "
-                        f"the data set does not have: choose among {some_names(known)}"
+                        f"the data set does not have: choose among {some_names(available)}"
                     )
-            known += [column.name for column in step.writes]
+            available += [column.name for column in step.writes]
         added = Features.from_arrow_schema(pa.schema(list(self._made.values())))
         self.features = Features({**source.features, **added})
         self.columns = tuple(self.features)
@@ -56,14 +56,15 @@ class SteppedSource(SourceOver):
         self.schema = pa.schema([*kept, *self._made.values()])
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """See `Source`; the columns of the steps are added."""
+        """See `Source`; the rows have the steps' columns."""
         return self._stepped(self._source.rows(start))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """See `Source`; the columns of the steps are added."""
+        """See `Source`; the rows have the steps' columns."""
         return self._stepped(self._source.rows_at(indices))
 
     def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Apply the steps to each row."""
         for row in rows:
             fields, failure = row.fields, None
             try:
@@ -74,12 +75,12 @@ class SteppedSource(SourceOver):
             yield SteppedRow(row.index, row.id, fields, failure, base=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """See `Source`; the steps' columns are null in a row in which a step failed."""
+        """See `Source`. If a step failed in the row, the steps' columns are null."""
         assert isinstance(row, SteppedRow)
         values = self._source.passthrough(row.base)
         ok = row.failure is None
         return values | {name: row.fields[name] if ok else None for name in self._made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows as the data set has them, see `Source`."""
+        """See `Source`: yield tables of the original rows, without the steps' columns."""
         return self._source.tables(stop, size)

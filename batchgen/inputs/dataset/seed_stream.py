@@ -1,4 +1,9 @@
-"""Chooses a job's stream of random numbers, so that jobs of a chain draw different ones."""
+"""Derives a job's seed from its random stream, so that jobs that read each other's rows draw
+different random numbers. Job set-up uses this.
+
+A job that reads the rows of another job belongs to a *chain*; its *depth* is the number of jobs
+before it.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,26 @@ from batchgen.inputs.dataset.source import ReadJob
 
 
 def depth_of(jobs: Sequence[ReadJob]) -> int:
-    """The length of the chain of jobs before the one that reads these jobs; 0 without any."""
+    """Return the depth of a job that reads these jobs: the length of the longest chain before it; 0
+    if it reads none."""
     return max((job.depth for job in jobs), default=0)
 
 
 def stream_of(name: str | None, jobs: Sequence[ReadJob]) -> str | None:
-    """The name of a job's stream: `name` if it is set, else one that follows from the job's depth,
-    so that a judge does not draw the same numbers as the job that it judges. None for jobs that
-    read no other one."""
+    """Return the name of a job's random stream; None for the default stream, which jobs that read
+    no other job use.
+
+    Args:
+        name: the name that the user has set. Without one, it is derived from the job's depth, so
+            that a judge does not draw the same numbers as the job that it judges.
+        jobs: the jobs whose rows are read.
+    """
     depth = depth_of(jobs)
     return name if name is not None or not depth else f"depth {depth}"
 
 
 def stream_seed(seed: int, stream: str | None) -> int:
-    """The seed of a job, in the stream of this name."""
+    """Return the seed for a job in this stream, given the configured seed."""
     if stream is None:
         return seed
     digest = blake2b(digest_size=8, person=b"batchgen.stream")

@@ -1,7 +1,7 @@
-"""The interface between a job and its rows: `Source`, whatever the rows come from.
+"""Defines `Source`, the interface through which a job reads its rows, and `Row`.
 
-Implementations are a data set (`row_source`), counted rows, row steps over another source
-(`row_steps`, `indexed_source`), several adapters (`grid_source`) and answers of other jobs
+Implementations are a data set (`row_source`), counted rows (`counted_rows`), row steps over another
+source (`row_steps`, `indexed_source`), several adapters (`grid_source`) and answers of other jobs
 (`upstream/job_source`).
 """
 
@@ -27,11 +27,11 @@ class Row:
     """One row of the data set.
 
     Attributes:
-        index: its position in the data set, where the first row has 0.
+        index: its position in the data set, from 0.
         id: the value of `dataset.id_column` as text, or the index if there is no such column.
         fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
-            parsed. Images, audio and the like are left out.
-        failure: why the row can have no prompt, if that is known before one is made.
+            parsed. Columns that are not read, such as audio, are missing.
+        failure: why no prompt can be made for the row, if that is already known.
     """
 
     index: int
@@ -42,14 +42,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Another job whose rows are read.
+    """Another job whose rows this job reads.
 
     Attributes:
-        name: a name that tells it from other jobs that are read: the last parts of its folder's
-            path.
-        digest: a digest of its identity, 32 hex digits; it stays the same when the job grows.
-        depth: the length of the chain of jobs that ends with it: 1 if it reads no job itself.
-        costs: the costs of the jobs of this chain, its own last.
+        name: the last parts of its folder's path, as many as distinguish it from other jobs that
+            are read.
+        digest: a digest of its identity, 32 hex digits, which stays the same when the job grows.
+        depth: the length of the chain of jobs that ends with it; 1 if it reads no job itself.
+        costs: the costs of the jobs of this chain; its own is the last.
         identity: the part of its manifest that decides its rows, by group and key.
     """
 
@@ -62,14 +62,19 @@ class ReadJob:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The number of rows that are left after a filter, such as `dataset.where`."""
+    """The number of rows that are left after a filter.
+
+    Attributes:
+        choice: the filter's name, such as `dataset.where`.
+        rows: the number of rows after it.
+    """
 
     choice: str
     rows: int
 
 
 def funnel_line(funnel: Sequence[Left]) -> str:
-    """A line with the number of rows left after each filter."""
+    """Return a line with the number of rows after each filter."""
     first, *others = funnel
     return " → ".join(
         [f"{first.rows:,} {first.choice}", *(f"{o.choice} {o.rows:,}" for o in others)]
@@ -79,11 +84,13 @@ def funnel_line(funnel: Sequence[Left]) -> str:
 class Source(ABC):
     """The rows of a job: at most `dataset.limit`, always in the same order.
 
-    A source is random access (`num_rows` is known and every row can be read by its index), or a
-    stream, which is read from its start for every call of `rows`, or it grows: rows before
-    `num_ready` can be read by their indices, and `num_rows` is None until `learn` has found that no
-    more will come. While rows are read, a file that cannot be read further raises ConfigError, and
-    a network or a disk that fails JobError.
+    There are three kinds of sources. With random access, `num_rows` is known, and every row can be
+    read by its index. A stream is read from its start for every call of `rows`. A growing source
+    has random access to the rows before `num_ready`; its `num_rows` is None until `learn` finds
+    that no more rows will come.
+
+    While rows are read, a file that cannot be read raises ConfigError, and a failing network or
+    disk raises JobError.
 
     Attributes:
         columns: the names of all columns that templates may use.
@@ -98,7 +105,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """The number of rows; None for a stream, and as long as more may come."""
+        """The number of rows; None for a stream, and while more rows may come."""
 
     @property
     def num_ready(self) -> int | None:
@@ -107,77 +114,78 @@ class Source(ABC):
 
     @property
     def ends(self) -> Sequence[int]:
-        """For rows that arrive in stretches (shards of a running job), the number of rows up to the
-        end of each stretch; equal in every process. Not for a stream."""
+        """For rows that arrive in pieces (shards of a running job), the number of rows up to the
+        end of each piece; equal in every process. Not for a stream."""
         return [self.num_ready or 0]
 
     @property
     def follows(self) -> bool:
-        """Whether the rows come from a job that may still run or was still running when it was
+        """Whether the rows come from a job that may be running, or was running when the source was
         opened."""
         return False
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal for equal rows on every machine."""
+        """A text that is equal for equal rows on every machine."""
 
     @property
     def jobs(self) -> tuple[ReadJob, ...]:
-        """The jobs whose rows these are, in their order; none for a data set."""
+        """The jobs whose rows these are, in their order; empty for a data set."""
         return ()
 
     @property
     def funnel(self) -> tuple[Left, ...]:
-        """The number of rows at first, and after each filter."""
+        """The number of rows at first, and after each filter; empty without filters."""
         return ()
 
     @property
     def data(self) -> Source:
-        """The rows of the data set itself, whose number and digests the manifest keeps."""
+        """The source of the data set itself, whose number of rows and digests the manifest
+        stores."""
         return self
 
     @abstractmethod
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """The rows from index `start` on."""
+        """Yield the rows from index `start` on."""
 
     @abstractmethod
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """The rows with these indices, in this order; not of a stream."""
+        """Yield the rows with these indices, in this order. Not for a stream."""
 
     @abstractmethod
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output. Raises RequestError (bad_row) if
-        one does not fit its column."""
+        """Return the values of a row's columns that are copied to the output. Raises RequestError
+        (`bad_row`) if a value does not fit its column."""
 
     @abstractmethod
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The columns that are read of the rows before `stop`, in tables of `size` rows (the last
-        may have fewer). Not for a stream."""
+        """Yield the rows before `stop`, with the columns that are read, in tables of `size` rows;
+        the last table may have fewer. Not for a stream."""
 
     def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """Find out which rows have arrived since the last call; return whether there are any.
+        """Find out which rows have arrived since the last call. Returns whether there are any.
 
         Args:
-            may_write: whether this process is the one that writes the row index into the reader's
-                folder; called only if there is something to write.
+            may_write: returns whether this process writes the row index into the reading job's
+                folder. It is called only if there is something to write.
 
         Raises:
             ConfigError: no row is left after the filters.
-            JobError: a file is damaged, or is another one than before.
+            JobError: a file is damaged, or was replaced.
         """
         return False
 
     def open_index(  # noqa: B027
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
     ) -> None:
-        """Prepare the row index in a job's folder, if row steps choose among the rows: make it,
-        extend it, or read it.
+        """Prepare the row index in a job's folder, if row steps choose among the rows: make, extend
+        or read it.
 
         Args:
             alone: whether no other worker runs in the folder.
-            finished: returns the number of the job's first rows up to the last finished one; called
-                if the data set has become shorter.
+            finished: returns the number of rows up to the last finished one. It is called if the
+                data set has become shorter.
 
         Raises:
             ConfigError: the steps leave no row, or a step cannot start.
@@ -185,19 +193,19 @@ class Source(ABC):
         """
 
     def find_index(self, storage: Storage | None) -> None:  # noqa: B027
-        """Prepare the row index without writing into the job's folder: read the one that is there,
-        or make one in a temporary folder."""
+        """Prepare the row index without writing into the job's folder: read the existing one, or
+        make one in a temporary folder."""
 
     def close(self) -> None:  # noqa: B027
         """Delete temporary files."""
 
 
 class SourceOver(Source):
-    """Base class of a `Source` that makes its rows from those of another source, to which it
-    delegates the rest."""
+    """Base class of a `Source` that makes its rows from those of another source. Properties that a
+    subclass does not override are the other source's."""
 
     def __init__(self, source: Source) -> None:
-        """Create a source over another one."""
+        """Create a source over `source`."""
         self._source = source
 
     @property
@@ -214,7 +222,8 @@ class SourceOver(Source):
 
     @property
     def fingerprint(self) -> str:
-        """That of the other source; the changes to its rows are part of the job's configuration."""
+        """The other source's fingerprint. The changes to its rows are part of the job's
+        configuration."""
         return self._source.fingerprint
 
     @property

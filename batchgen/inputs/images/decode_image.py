@@ -1,4 +1,5 @@
-"""Reads the sizes of image files, and decodes them to pixels, with Pillow."""
+"""Reads the sizes of image files from their headers, and decodes images to pixels, with Pillow.
+`RowImages` uses this."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
 
 Resampling = Literal["BICUBIC", "BILINEAR"]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
+"""The formats that are read. Pillow's other formats are rare, or start programs (EPS)."""
 MOST_PIXELS = 100_000_000
-"""The most pixels of a file: a header may claim any number."""
+"""The maximum number of pixels of a file, because a header may claim any number."""
 _BAND_PIXELS = 1 << 20  # that are converted to RGB at a time
 _BYTES_PER_PIXEL = 16  # of WebP: two canvases, a copy and the image; others take less
 _ORIENTATION = 0x0112
-"""The EXIF tag that says how a camera was held."""
+"""The EXIF tag with the orientation of the camera."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's modes of grey images with 16 bits."""
 _TURNS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE",
     6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90",
 }  # fmt: skip
+"""EXIF orientation → Pillow's name of the transposition that makes the image upright."""
 
 
 def pillow_version() -> str:
@@ -51,10 +54,11 @@ def has_pillow() -> bool:
 
 
 def image_size(data: bytes | BinaryIO) -> tuple[int, int]:
-    """The height and width of an image, upright, from its header.
+    """Return the height and width of an upright image, from its header.
 
     Raises:
-        RequestError: bad_image: it is no image of FORMATS, or has more than MOST_PIXELS.
+        RequestError: the file is not an image of FORMATS, or has more than MOST_PIXELS
+            (`bad_image`).
     """
     with _opened(data) as image:
         width, height = image.size
@@ -62,20 +66,21 @@ def image_size(data: bytes | BinaryIO) -> tuple[int, int]:
 
 
 def decoding_bytes(height: int, width: int) -> int:
-    """The most memory that `decode_image` takes for an image of this size, besides the file."""
+    """Return the maximum memory that `decode_image` takes for an image of this size, without the
+    file."""
     return _BYTES_PER_PIXEL * (height * width + 2 * _BAND_PIXELS)
 
 
 def decode_image(
     data: bytes, height: int, width: int, resampling: Resampling = "BICUBIC"
 ) -> Pixels:
-    """The pixels of an image, upright, on white where it is transparent, and scaled to a size.
+    """Decode an image: upright, on a white background, and resized to [height, width, 3] uint8.
 
-    Of an animated image it is the first frame. Values of 16 bits keep their upper 8. The scaling is
-    Pillow's, as transformers' processors on Pillow have it.
+    An animated image yields its first frame. Of values with 16 bits, the upper 8 are used. Resizing
+    is Pillow's, as in transformers' processors that use Pillow.
 
     Raises:
-        RequestError: bad_image: the file is damaged, or of a kind that has no colours.
+        RequestError: the file is damaged, or its values are not colours (`bad_image`).
     """
     from PIL import Image as pillow
 
@@ -94,6 +99,8 @@ def decode_image(
 
 @contextmanager
 def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
+    """Open an image within the context. Pillow's errors become RequestError, also those from the
+    body."""
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError
 
@@ -122,7 +129,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """The errors that Pillow raises for damaged files."""
+    """Return the errors that Pillow raises for damaged files."""
     import struct
 
     from PIL import Image as pillow
@@ -135,7 +142,8 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _turn(image: Pillow.Image) -> int:
-    """The orientation that the header of an image has; 1 is upright. Pillow turns TIFF itself."""
+    """Return the EXIF orientation of an image, 1 if it is upright. TIFF counts as upright, because
+    Pillow turns it."""
     if image.format == "TIFF" or "exif" not in image.info:
         return 1
     value = image.getexif().get(_ORIENTATION, 1)
@@ -143,8 +151,8 @@ def _turn(image: Pillow.Image) -> int:
 
 
 def _in_colour(image: Pillow.Image) -> Pillow.Image:
-    """The image in red, green and blue. It is converted in bands of some rows, because each step of
-    the conversion takes up to four bytes for a pixel."""
+    """Convert an image to RGB on white, in bands of rows, because each conversion takes up to four
+    bytes per pixel."""
     from PIL import Image as pillow
 
     if image.mode in ("I", "F"):

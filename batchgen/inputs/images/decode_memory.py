@@ -20,8 +20,8 @@ class DecodeMemory:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Wait for `size` bytes, and hold them within the context; a size above the limit waits for
-        the whole limit."""
+        """Wait for `size` bytes, and hold them within the context. A size above the limit counts as
+        the limit."""
         size = min(size, self._most)
         with self._turn, self._change:
             self._change.wait_for(lambda: self._free >= size)

@@ -1,4 +1,5 @@
-"""Computes the size to which a model resizes an image, from the image's size alone."""
+"""Computes the size to which a model resizes an image, from the image's size alone. `image_sizes`
+reads the limits from the model's processor configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MOST_RATIO = 200
 _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
-"""Increased when a version of batchgen makes other pixels from the same file."""
+"""Increased when a new version of batchgen makes different pixels from the same file."""
 _BILINEAR, _BICUBIC = 2, 3
 _BUDGETS = (70, 140, 280, 560, 1120)
 """How many tokens Gemma 4's processor may give an image at most."""
@@ -37,12 +38,12 @@ _EXPECTED: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes(ABC):
-    """The limits of the sizes to which images are resized.
+    """The rule by which a model resizes images.
 
     Attributes:
-        side: the pixels of a token's side; heights and widths are multiples of it.
-        max_pixels: the most pixels of an image in this job.
-        most_of_model: the most pixels of an image that the model's processor allows.
+        side: the side of a token's square in pixels; heights and widths are multiples of it.
+        max_pixels: the maximum number of pixels of an image in this job.
+        most_of_model: the maximum number of pixels that the model's processor allows.
     """
 
     side: int
@@ -51,16 +52,16 @@ class ImageSizes(ABC):
 
     @abstractmethod
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width to which an image of this size is resized.
+        """Return the height and width to which an image is resized.
 
         Raises:
-            RequestError: bad_image_size: the model takes no image of this size.
+            RequestError: the model cannot read an image of this size (`bad_image_size`).
         """
 
     @property
     @abstractmethod
     def numbers(self) -> tuple[object, ...]:
-        """All that decides the size of an image besides its own."""
+        """All values that decide resized sizes, for the fingerprint."""
 
     @property
     def resampling(self) -> Resampling:
@@ -68,7 +69,7 @@ class ImageSizes(ABC):
         return "BICUBIC"
 
     def tokens(self, height: int, width: int) -> int:
-        """The number of tokens of an image that was resized to this size."""
+        """Return the number of tokens of an image with this resized size."""
         return (height // self.side) * (width // self.side)
 
     def scales_down(self, height: int, width: int) -> bool:
@@ -76,8 +77,8 @@ class ImageSizes(ABC):
         return self.max_pixels < self.most_of_model and height * width > self.max_pixels
 
     def fingerprint(self, pillow: str) -> str:
-        """A digest of all that decides the pixels besides the file; `pillow` is the version of
-        Pillow."""
+        """Return a digest of everything besides the file that decides the pixels, including the
+        version of Pillow."""
         return fingerprint_text("images", _READING, pillow, *map(str, self.numbers))
 
 

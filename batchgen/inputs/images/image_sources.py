@@ -1,4 +1,5 @@
-"""Finds the images of a row: inside the row itself, or in files below one folder."""
+"""Finds the images of a row, which are inside the row or in files of one folder. `sources_of`
+recognises them, and `ImageFolder` reads files."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 """The most bytes of a file; a larger one is an error of its row."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
+"""The scheme of a URL, and the slashes after it."""
 _NOT_IN_PNG = ("CMYK", "YCbCr", "LAB", "HSV", "RGBa", "La", "RGBX", "PA")
 _DATA = re.compile(r"data:([\w/+.-]*)(?:;[\w=-]+)*;base64,", re.IGNORECASE)
+"""The beginning of a base64 data: URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image that a row has: its bytes, or the path of a file as the row names it.
-
-    `path` beside bytes is only a name.
-    """
+    """An image in a row: its bytes, or the path of its file as the row names it. If there are
+    bytes, the path is only a name."""
 
     data: bytes | None
     path: str | None
@@ -85,6 +86,7 @@ def _png(image: Pillow.Image) -> bytes:
 
 
 def _of_text(text: str) -> ImageSource:
+    """Recognise a data: URL, a file: URL or a path. Raises RequestError for other URLs."""
     if (match := _DATA.match(text)) is not None:
         try:
             return ImageSource(base64.b64decode(text[match.end() :], validate=True), None)
@@ -111,20 +113,23 @@ def _of_text(text: str) -> ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """The one folder below which rows may name files; None allows no files.
+    """The folder whose files rows may name.
 
-    With `anywhere` names may lead out of it: they are those of a program, not of a data set.
+    Attributes:
+        root: the folder; None allows no files.
+        anywhere: whether paths may lead out of the folder, for paths from a program instead of a
+            data set.
     """
 
     root: Path | None
     anywhere: bool = False
 
     def find(self, name: str) -> Path:
-        """The file that a row names, with all links followed.
+        """Return the file that a row names, with links resolved.
 
         Raises:
-            RequestError: image_not_allowed for what is outside the folder, image_not_found for what
-                is no file.
+            RequestError: it is outside the folder (`image_not_allowed`), does not exist
+                (`image_not_found`), or is too large (`bad_image`).
         """
         if self.root is None:
             raise RequestError(

@@ -1,4 +1,5 @@
-"""Makes the images of a row for the engine and the output: sizes, token counts and digests."""
+"""Prepares the images of rows for the engine and the output: sizes, token counts, digests and
+decoding. `RowImages` is the entry point, which prompts use."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})
 class RowImage:
     """An image of a row, for the engine and for the output.
 
-    `path` is its name in the row, None without one; `file_digest` is over the bytes of its file, as
-    hex digits.
+    Attributes:
+        image: the image for the engine, which is decoded when it is needed.
+        tokens: the number of tokens that it takes.
+        path: its name in the row; None without one.
+        file_digest: the digest of its file's bytes, in hex digits.
     """
 
     image: Image
@@ -91,25 +95,27 @@ class RowImages:
         self._told = False
 
     def tokens(self, sources: Sequence[ImageSource]) -> list[int]:
-        """How many tokens each image takes, from the headers of the files alone.
+        """Return how many tokens each image takes, reading only the headers of the files.
 
         Raises:
-            RequestError: too_many_images, or an image is not there or cannot be used.
+            RequestError: there are too many images (`too_many_images`), or one cannot be read.
         """
         self._check_count(sources)
-        return [self._sizes.tokens(*self._sizes.size(*self._own_size(each))) for each in sources]
+        return [
+            self._sizes.tokens(*self._sizes.size(*self._own_size(source))) for source in sources
+        ]
 
     def load(self, sources: Sequence[ImageSource]) -> list[RowImage]:
-        """The images, which are decoded later. RequestError: see `tokens`."""
+        """Return the images, which are decoded later. Raises RequestError as `tokens` does."""
         self._check_count(sources)
         return [self._load(source) for source in sources]
 
     def file_digests(self, sources: Sequence[ImageSource]) -> list[str]:
-        """The digests of the files that a row names; of images within the row there is none."""
+        """Return the digests of the files that a row names. Images inside the row have none."""
         return [_digest(self._folder.read(name)) for name in file_names(sources)]
 
     def file_stamps(self, sources: Sequence[ImageSource]) -> list[str]:
-        """The names, sizes and times of change of the files that a row names."""
+        """Return name, size and modification time of each file that a row names."""
         stats = ((name, self._folder.find(name).stat()) for name in file_names(sources))
         return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in stats]
 
@@ -120,7 +126,8 @@ class RowImages:
         return self._rules.image_token_id if mark is None else mark
 
     def marked(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        """A prompt in which each mark of an image has become the start, image and end tokens."""
+        """Replace each image mark of the chat template in a prompt by the start, image and end
+        tokens."""
         rules = self._rules
         if rules.mark_id is None:
             return text
@@ -130,11 +137,11 @@ class RowImages:
         return text.replace(str(tokenizer.decode([rules.mark_id])), whole)
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Expand the one token of each image in a prompt to as many as the image takes.
+        """Repeat the image token of each image in a prompt as often as the image has tokens.
 
         Raises:
-            RequestError: bad_images: the prompt has another number of such tokens, as of a text
-                that writes one itself.
+            RequestError: the number of image tokens differs from that of images, for example
+                because a text contains one (`bad_images`).
         """
         marks = ids.count(self.image_token_id)
         if marks != len(tokens):
@@ -162,6 +169,7 @@ class RowImages:
             )
 
     def _own_size(self, source: ImageSource) -> tuple[int, int]:
+        """Return the original height and width of an image."""
         if source.data is not None:
             return image_size(source.data)
         assert source.path is not None
@@ -193,7 +201,8 @@ class RowImages:
         return RowImage(image, tokens, source.path, file_digest)
 
     def _reader(self, source: ImageSource, file_digest: str) -> Callable[[], bytes]:
-        """Gives the bytes again when they are decoded: rows that wait hold no files in memory."""
+        """Return a function that reads the image's bytes again for decoding, so that waiting rows
+        hold no files in memory."""
         if (data := source.data) is not None:
             return lambda: data
         name, folder = source.path, self._folder

@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class Thumbnails:
-    """Makes the pictures as images are decoded. Any thread may add one."""
+    """Makes small pictures of images when they are decoded. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -40,7 +40,7 @@ class Thumbnails:
         self._lock = threading.Lock()
 
     def add(self, digest: str, pixels: Pixels) -> None:
-        """Keep a picture of an image, unless it is known or there are enough."""
+        """Store a picture of an image, unless there is one already or MOST_BYTES are reached."""
         if digest in self._found or self._size >= MOST_BYTES:
             return
         from PIL import Image
@@ -52,7 +52,7 @@ class Thumbnails:
         self._keep(digest, base64.b64encode(file.getvalue()).decode())
 
     def save(self, storage: Storage, worker: int) -> None:
-        """Write the worker's file, with what it held before, if there are new ones."""
+        """Write the worker's file, with its earlier contents, if there are new pictures."""
         if not self._is_new:
             return
         path = storage.path / THUMBNAILS / f"{worker:05}.json"

@@ -1,4 +1,5 @@
-"""Makes an engine of opened models, in this process or in those of other ranks."""
+"""Makes an engine from opened models, in this process or in the processes of several ranks. `LLM`
+and jobs use `EngineRecipe`."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class EngineRecipe:
     threads: int | None = None
 
     def _check_canvases(self) -> None:
-        """Refuse what a model that denoises canvases cannot have, or raise ValueError."""
+        """Raise ValueError for options that a model that denoises canvases does not support."""
         name = self.model.config.architecture
         if self.config.tensor_parallel > 1:
             raise ValueError(
@@ -74,8 +75,8 @@ class EngineRecipe:
             )
 
     def check(self) -> None:
-        """Check before any weights load that they can be divided between the ranks, and that rows
-        keep their bits if they are to, or raise ValueError."""
+        """Check, before weights load, that the options suit the device and the models, and that the
+        weights can be divided between the ranks. Raises ValueError."""
         size, kind = self.config.tensor_parallel, device_of(self.device).type
         if kind == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(
@@ -115,7 +116,7 @@ class EngineRecipe:
             bare(opened, torch.float32, heads if opened is self.model else [], size, units=units)
 
     def contract(self) -> dict[str, str]:
-        """Return what decides the bits of rows besides the models, see `contract`."""
+        """Return what decides the bits of rows besides the models."""
         dtype = self.model.dtype(self.dtype, self.device)
         return contract(device_of(self.device), dtype, self.config.tensor_parallel)
 
@@ -152,7 +153,8 @@ class EngineRecipe:
         return {name: other.load_beside(weights) for name, other in self.others.items()}
 
     def compiling_kernels(self) -> AbstractContextManager[None]:
-        """Enter this while the weights are loaded: the engine's kernels are compiled meanwhile."""
+        """Return a context for loading weights, in which the engine's kernels are compiled in the
+        background."""
         if self.config.tensor_parallel > 1:
             return nullcontext()
         return compiling_kernels(device_of(self.device), self._plan)
@@ -179,14 +181,14 @@ class EngineRecipe:
         compiler: GrammarCompiler | None = None,
         leader: Leader | None = None,
     ) -> LLMEngine:
-        """Make the engine of loaded models. Raises ValueError if the configuration suits neither
-        them nor the memory."""
+        """Make the engine from loaded models. Raises ValueError if the configuration does not suit
+        the models or the memory."""
         return self.model.engine(
             weights, self.strategy, self.config, others, compiler, self.context_columns, leader
         )
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Make the engine of a rank behind rank 0, and let it do what rank 0 does."""
+        """Make the engine of a rank other than 0, and let it repeat what rank 0 does."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         weights = self.load(parallel)
@@ -212,12 +214,13 @@ class Ranks:
             weakref.finalize(self.leader, processes.close)
 
     def starting(self) -> AbstractContextManager[None]:
-        """Enter this while the engine is made: if that fails, the other ranks end, too."""
+        """Return a context for making the engine. If that fails, the processes of the other ranks
+        end, too."""
         return nullcontext() if self._processes is None else self._processes.starting()
 
     def build(self) -> tuple[CausalLM, LLMEngine]:
-        """Load the weights of all models and make this process's engine; RuntimeError if a rank
-        was lost."""
+        """Load the weights of all models, and make this process's engine. Raises RuntimeError if a
+        rank was lost."""
         with self.starting():
             with self.recipe.compiling_kernels():
                 weights = self.recipe.load(self.parallel)

@@ -46,12 +46,12 @@ class Engine(Protocol):
         ...
 
     def begun_lengths(self) -> dict[Any, int]:
-        """How many tokens each request that has not ended has generated, of those with some."""
+        """Return the number of generated tokens of each unfinished request that has any."""
         ...
 
     def begun(self, request_id: Any, start: int = 0) -> Begun | None:
-        """The output of such a request from the token `start` on; None if some of it is not
-        available yet."""
+        """Return the output of an unfinished request from the token `start` on; None if part of it
+        is not available yet."""
         ...
 
     @property
@@ -94,7 +94,8 @@ class Engine(Protocol):
         ...
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
-        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
+        """Return device seconds by request, each request once: finished requests, and with `wait`
+        all."""
         ...
 
     def close(self) -> None:

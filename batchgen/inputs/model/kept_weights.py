@@ -11,16 +11,20 @@ if TYPE_CHECKING:
 
 
 class KeptWeights:
-    """Holds the model that was loaded last, with its weights on their device. They are packed for
-    the first engine, and stay packed. Caches belong to an engine and are freed with it."""
+    """Holds the last loaded model with its weights on their device. Caches belong to an engine, and
+    are freed with it."""
 
     def __init__(self) -> None:
         self._made_of: object = None
         self._model: CausalLM | None = None
 
     def load(self, made_of: object, load: Callable[[], CausalLM]) -> CausalLM:
-        """Return the kept model if it was made from an equal recipe, else load a new one after
-        freeing the old one."""
+        """Return the held model if it was made from an equal recipe; otherwise free it and load a
+        new one.
+
+        Args:
+            made_of: the recipe of the model.
+        """
         gc.collect()  # the engine of the job before has references in a circle
         if self._model is None or self._made_of != made_of:
             self._model = None

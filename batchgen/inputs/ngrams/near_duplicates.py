@@ -45,8 +45,8 @@ def band_rows(near: float) -> int:
 
 
 class NearDuplicates:
-    """The texts that were kept so far, with about 100 bytes of memory for each; their n-grams are
-    on the disk, 8 bytes for each."""
+    """The texts kept so far. Each takes about 100 bytes of memory; its n-grams are on disk, 8 bytes
+    each."""
 
     def __init__(self, near: float) -> None:
         self._near, self._rows = near, band_rows(near)
@@ -63,10 +63,13 @@ class NearDuplicates:
         return self._table.num_bytes + 8 * len(self._kept)
 
     def earlier(self, hashes: Hashes, name: str) -> Near | None:
-        """The first kept text that is similar enough; if there is none, keep this one and return
-        None.
+        """Return the first kept text that is similar enough. If there is none, keep this text and
+        return None.
 
-        `hashes` are its n-grams, sorted and each once. A text without any is kept and near none.
+        Args:
+            hashes: the text's n-grams, sorted and unique. A text without n-grams is similar to
+                none.
+            name: the text's name.
         """
         if not len(hashes):
             return None
@@ -113,8 +116,8 @@ class NearDuplicates:
 
 
 def _donors(bins: int) -> npt.NDArray[np.int64]:
-    """For each bin the other ones [K, draws] from which it takes a value if it is empty, in order;
-    the same on every machine."""
+    """Return, for each bin, the other bins from which it takes a value if it is empty, in order [K,
+    draws]. They are equal on every machine."""
     indices = np.arange(bins * _DRAWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     drawn = mixed(mixed(indices + np.uint64(1))) >> np.uint64(32)
     return ((drawn * np.uint64(bins)) >> np.uint64(32)).astype(np.int64).reshape(bins, _DRAWS)

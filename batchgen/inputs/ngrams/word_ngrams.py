@@ -29,24 +29,22 @@ def words(text: str) -> list[bytes]:
 
 
 def ngram_hashes(text: str, n: int) -> Hashes:
-    """The 64-bit hashes of the runs of `n` words of a text, sorted and each once.
-
-    A text with fewer words is one run of all of them, and one without words has none.
-    """
+    """Return the 64-bit hashes of all runs of `n` words of a text, sorted and unique. A text with
+    fewer words is one run; a text without words has none."""
     texts = words(text)
     if not texts:
         return np.empty(0, np.uint64)
-    each = np.fromiter(map(xxh64_intdigest, texts), np.uint64, len(texts))
-    return np.unique(_runs(each, min(n, len(texts))))
+    word_hashes = np.fromiter(map(xxh64_intdigest, texts), np.uint64, len(texts))
+    return np.unique(_runs(word_hashes, min(n, len(texts))))
 
 
-def _runs(each: Hashes, n: int) -> Hashes:
+def _runs(hashes: Hashes, n: int) -> Hashes:
     """A hash of each run of n hashes, which depends on their order."""
-    number = len(each) - n + 1
-    hashes = np.full(number, n, np.uint64)
+    number = len(hashes) - n + 1
+    runs = np.full(number, n, np.uint64)
     for index in range(n):
-        hashes = mixed(hashes * _ODD + each[index : index + number])
-    return hashes
+        runs = mixed(runs * _ODD + hashes[index : index + number])
+    return runs
 
 
 def mixed(values: Hashes) -> Hashes:

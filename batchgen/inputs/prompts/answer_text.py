@@ -1,4 +1,5 @@
-"""Makes the given answers of rows that are scored: from a template, token ids, or a trajectory."""
+"""Makes the given answers of rows that are scored: from a template, from token ids, or from a
+trajectory. `build_answer` is the entry point."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def build_answer(
     columns: Mapping[str, Any],
     room: int,
 ) -> Answer | None:
-    """The answer that the configuration describes, for rows of at most `room` tokens; None if rows
-    generate. Raises ConfigError as the classes do."""
+    """Make what the configuration describes, for rows of at most `room` tokens; None if rows
+    generate their answers. Raises ConfigError if a column is missing or a template is wrong."""
     if config.answer is not None:
         return AnswerText(config.answer, tokenizer, columns, room)
     if config.answer_ids_column is None:
@@ -108,8 +109,8 @@ class AnswerIds:
 
 
 class Replay:
-    """The token ids that a column holds with the steps in which they were unmasked, and what stood
-    behind them in their last block, if the data set has that.
+    """Returns answers with the steps in which their tokens were unmasked, and, if the data set has
+    it, the tail of their last block.
 
     Attributes:
         same_distribution: see `Trajectory`; for all rows.
@@ -135,13 +136,13 @@ class Replay:
 
 
 class _Steps:
-    """Integers of a column."""
+    """Reads a list of integers from a column."""
 
     def __init__(self, key: str, column: str, columns: Mapping[str, Any]) -> None:
         self.column, self._path = column, named_path(key, column, columns)
 
     def of(self, row: Row) -> list[int] | None:
-        """Those of a row; None if it has none."""
+        """Return the integers of a row; None if its cell is null."""
         values = value_at(row.fields, self._path)
         if values is None:
             return None
@@ -154,6 +155,7 @@ class _Steps:
 
 
 def _fitting(ids: list[int], room: int) -> list[int]:
+    """Return the ids, or raise RequestError if they leave no room for a prompt."""
     if len(ids) >= room:
         raise RequestError(
             "answer_too_long",

@@ -1,4 +1,4 @@
-"""Makes prompts that are conversations, in the chat format of the model."""
+"""Makes prompts that are conversations, in the model's chat format (`prompt.kind=chat`)."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ EFFORTS = ("low", "medium", "high")
 
 
 class ChatPrompt:
-    """A conversation in the model's chat format, up to where the model's answer starts, or up to
-    the end of a last message that the model continues; one that is only read (`is_read`) and has
-    its answer ends behind that.
+    """Makes prompts in the model's chat format.
 
-    The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
-    where the model wants one.
+    A prompt ends where the model's answer starts, or, with `continue`, at the end of the last
+    message, which the model continues. A conversation that is only read (`is_read`) ends after the
+    assistant's last message. The tokenizer adds no special tokens, because the chat template writes
+    them.
 
     Attributes:
-        day: the day that the chat template writes, YYYY-MM-DD; None if it writes none. It is the
-            configuration's, else what the argument `day` says.
+        day: the day that the chat template writes, YYYY-MM-DD: the configuration's, or else what
+            the argument `day` returns. None if the template writes none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatPrompt:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rows get the same prompt, because it is made of no column."""
+        """Whether all rows have the same prompt, because no column is used."""
         templates = [template for _, template in self._turns]
         templates += [] if self._system is None else [self._system]
         by_templates = bool(self._turns) and self._config.tools_column is None
@@ -88,7 +88,7 @@ class ChatPrompt:
         return by_templates and not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says."""
+        """Return the prompt of a row. Raises RequestError as `Prompt.token_ids` does."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids
@@ -96,7 +96,7 @@ class ChatPrompt:
         return images.expanded(ids, images.tokens(sources))
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images. RequestError: see `token_ids`."""
+        """Return the prompt of a row and its images. Raises RequestError as `token_ids` does."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids, []
@@ -114,7 +114,7 @@ class ChatPrompt:
         return self._placed(row)[1]
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
-        """The prompt with one token for each image, and the images."""
+        """Return the prompt with one token for each image, and the images."""
         messages, sources = self._placed(row)
         if self._turns:
             for message in messages:
@@ -126,6 +126,7 @@ class ChatPrompt:
         return self._tokens.of(text, add_special_tokens=False), sources
 
     def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
+        """Return the conversation of a row with its images in place, and the images."""
         messages = self._messages(row)
         return (messages, []) if self._places is None else self._places.placed(row, messages)
 
@@ -148,8 +149,8 @@ class ChatPrompt:
         return turns
 
     def _rendered(self, messages: Messages, tools: Sequence[Any] | None) -> str:
-        """The text of a conversation. Raises RequestError if the chat template does not take it, or
-        leaves out a part of it."""
+        """Return the text of a conversation. Raises RequestError if the chat template rejects it or
+        leaves out part of it."""
         messages = self._forms.formed(messages, tools)
         last, inner = messages[-1].get("content"), None
         if self._config.continue_ and isinstance(last, str):
@@ -214,11 +215,9 @@ class ChatPrompt:
         return self._is_read and messages[-1]["role"] == "assistant"
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
-        """The text that the chat template makes; RENDER_ERRORS if it takes no such conversation.
-
-        `apply_chat_template` would take keys that are null out of messages, and there are templates
-        that need a content that is null.
-        """
+        """Render the chat template; raises RENDER_ERRORS if it rejects the conversation.
+        `apply_chat_template` is not used, because it removes null keys from messages, which some
+        templates need."""
         goes_on = self._config.continue_
         options = dict(self._kwargs)
         listed = None if tools is None else list(tools)
@@ -257,7 +256,8 @@ class ChatPrompt:
         return source
 
     def _try_roles(self) -> None:
-        """Refuse a conversation before the job starts, if the chat template takes none such."""
+        """Raise ConfigError before the job starts if the chat template rejects such
+        conversations."""
         roles = [role for role, _ in self._turns] or ["user"]
         keys = [template.key for _, template in self._turns] or ["prompt"]
         if self._config.continue_ and not self._turns:
@@ -292,7 +292,7 @@ class ChatPrompt:
 
 
 def _day(date: str | None, source: str, of_job: Callable[[], str]) -> str | None:
-    """The day that a chat template writes; None if it asks for none."""
+    """Return the day that a chat template writes; None if it writes none."""
     if re.search(r"\bstrftime_now\b", source):
         return of_job() if date is None else date
     if date is not None:

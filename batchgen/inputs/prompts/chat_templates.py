@@ -1,7 +1,8 @@
-"""Renders chat templates, which strangers write, in a sandbox with limits and with a fixed date.
+"""Renders chat templates in a sandbox with limits, and with a fixed date.
 
-transformers offers no way to choose the environment of chat templates, and its own has no limits.
-Therefore its function that compiles templates is replaced, once for the process.
+Chat templates come with a model, so they are untrusted code. transformers offers no way to choose
+the Jinja environment of chat templates, and its own has no limits. Therefore `bound_chat_templates`
+replaces the function of transformers that compiles templates, once for the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _DAY: ContextVar[datetime | None] = ContextVar("_DAY", default=None)
 
 @contextmanager
 def on_day(day: str | None) -> Iterator[None]:
-    """Let chat templates write this day, YYYY-MM-DD, where they ask what day it is."""
+    """Make chat templates see this day, YYYY-MM-DD, as the current date, within the `with` block.
+    None stands for the real date."""
     token = _DAY.set(None if day is None else datetime.fromisoformat(day))
     try:
         yield
@@ -33,7 +35,7 @@ def on_day(day: str | None) -> Iterator[None]:
 
 
 def today() -> str:
-    """This day, as YYYY-MM-DD."""
+    """Return the current day as YYYY-MM-DD."""
     return date.today().isoformat()
 
 
@@ -43,20 +45,19 @@ def _strftime_now(format: str) -> str:
 
 @cache
 def bound_chat_templates() -> None:
-    """Let transformers render all chat templates within the bounds of `bounds` from now on, with
-    the filters, globals and extensions that it gives them. May be called again.
-    """
+    """Make transformers render all chat templates in a `BoundedEnvironment` from now on, with the
+    filters, globals and extensions that transformers gives them. Further calls have no effect."""
     compile_freely = chat_template_utils._compile_jinja_template
 
     @lru_cache(_COMPILED)
     def compile_bounded(source: str) -> Any:
-        usual = compile_freely("").environment
+        default = compile_freely("").environment
         environment = BoundedEnvironment(
-            filters=usual.filters,
-            variables={**usual.globals, "strftime_now": _strftime_now},
-            trim_blocks=usual.trim_blocks,
-            lstrip_blocks=usual.lstrip_blocks,
-            extensions=[type(extension) for extension in usual.extensions.values()],
+            filters=default.filters,
+            variables={**default.globals, "strftime_now": _strftime_now},
+            trim_blocks=default.trim_blocks,
+            lstrip_blocks=default.lstrip_blocks,
+            extensions=[type(extension) for extension in default.extensions.values()],
         )
         return environment.from_string(source)
 

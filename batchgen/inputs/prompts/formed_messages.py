@@ -1,4 +1,8 @@
-"""Converts messages into one of the forms that chat templates accept; see `message_forms`."""
+"""Converts the messages of a conversation into the form that a chat template accepts.
+
+`MessageForms` (message_forms.py) finds out which `MessageForm` a template accepts; `formed_message`
+converts a message into it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,19 @@ from batchgen.engine.interface.outputs import RequestError
 from batchgen.util.shorten import beginning
 
 ABSENT = "\0absent"
-"""Stands for a content whose key is not there."""
+"""Stands for a message's content whose key is to be left out."""
 
 
 class MessageForm(NamedTuple):
-    """How messages of one shape are rendered: the arguments of tool calls as objects, as texts or
-    as they are (None); the content of messages that have tool calls instead (ABSENT: no such key);
-    and which message the template leaves out all the same, in words with its index, None if none.
+    """How a chat template renders the messages of one shape.
+
+    Attributes:
+        as_objects: whether the arguments of tool calls are passed as objects (True), as JSON texts
+            (False) or unchanged (None).
+        no_content: the content of messages that have tool calls and no content; ABSENT leaves the
+            key out.
+        left_out: the index of a message that the template leaves out even so, and its description;
+            None if it leaves out none.
     """
 
     as_objects: bool | None
@@ -26,14 +36,14 @@ class MessageForm(NamedTuple):
 
 
 def without_absent(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without the key of a content that is ABSENT."""
+    """Return the message, without the key `content` if its value is ABSENT."""
     if message["content"] != ABSENT:
         return message
     return {key: value for key, value in message.items() if key != "content"}
 
 
 def named_call(call: Mapping[str, Any], name: str, arguments: Any) -> dict[str, Any]:
-    """The tool call with another name and other arguments."""
+    """Return the tool call with another name and other arguments."""
     other = {"name": name, "arguments": arguments}
     return (
         {**call, "function": {**call["function"], **other}}
@@ -43,14 +53,20 @@ def named_call(call: Mapping[str, Any], name: str, arguments: Any) -> dict[str, 
 
 
 def named_tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The tool with another name."""
+    """Return the tool with another name."""
     if "function" in tool:
         return {**tool, "function": {**tool["function"], "name": name}}
     return {**tool, "name": name}
 
 
 def formed_message(message: dict[str, Any], form: MessageForm) -> dict[str, Any]:
-    """A message in a form: its tool calls' arguments, and a content that is not there."""
+    """Return the message in a form: with the arguments of its tool calls, and a missing content, as
+    the form says.
+
+    Raises:
+        RequestError: bad_messages: the form needs arguments as objects, and they are no JSON
+            object.
+    """
     if not (calls := message.get("tool_calls")):
         return message
     content = message["content"] or form.no_content
@@ -72,7 +88,7 @@ def _formed_call(call: Mapping[str, Any], as_object: bool | None) -> Mapping[str
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The object that a text of arguments spells."""
+    """Parse the JSON object that the text of a tool call's arguments spells."""
     try:
         parsed = parse_unique_json(arguments)
     except (ValueError, RecursionError):

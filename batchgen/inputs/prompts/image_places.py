@@ -1,4 +1,5 @@
-"""Puts the images of a row into its conversation, where the chat template expects them."""
+"""Assigns the images of a row to the messages of its conversation. `ChatPrompt` uses
+`ImagePlaces`."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 USUAL_COLUMNS = ("image", "images")
-"""The columns whose images are read where the configuration names none."""
+"""The columns whose images are read if the configuration names no column."""
 
 
 class ImagePlaces:
-    """Finds the images of rows and the messages in which they belong.
+    """Finds the images of rows, and the messages to which they belong.
 
-    A part that names its image has that one. Parts that name none have those of the row's column or
-    of `prompt.images`, in order. Without any part these stand before the first user message.
+    A message part of type image that names an image gets that image. The parts that name none get
+    the images of the row's column, or of `prompt.images`, in order. If a row's messages have no
+    such part, these images come before the text of the first user message.
+
+    Args:
+        images: reads the images of rows.
+        config: names the column with the images, or has templates of their sources.
+        columns: the data set's columns with their features.
     """
 
     def __init__(
@@ -42,10 +49,12 @@ class ImagePlaces:
         ]
 
     def placed(self, row: Row, messages: Messages) -> tuple[Messages, list[ImageSource]]:
-        """The messages with a part `{type: image}` for each image, and the images in their order.
+        """Return the messages with a part `{type: image}` for each image, and the sources of the
+        images in the same order.
 
         Raises:
-            RequestError: bad_images: the row has another number of images than parts for them.
+            RequestError: bad_images: the number of the row's images differs from the number of
+                parts for them, or no user message can take them.
         """
         images = self.own(row)
         free = sum(_is_free(part) for message in messages for part in _parts(message))
@@ -75,13 +84,15 @@ class ImagePlaces:
         return placed, sources
 
     def own(self, row: Row) -> list[ImageSource]:
-        """The images of the row's column, or those that `prompt.images` names."""
+        """Return the images of the row's column, or those that `prompt.images` names."""
         if self._templates:
             texts = [template.render(row.fields, row.index) for template in self._templates]
             return [source for text in texts for source in sources_of(text)]
         return sources_of(value_at(row.fields, self._path)) if self._path else []
 
     def _part(self, part: dict[str, Any], rest: Any, images: list[ImageSource]) -> dict[str, Any]:
+        """Return an image part without its source, which is appended to `images`. A part without a
+        source takes the next image of the iterator `rest`. Other parts are returned as they are."""
         if part["type"] != "image":
             return part
         if part["source"] is None:
@@ -104,8 +115,12 @@ def _is_free(part: Mapping[str, Any]) -> bool:
 
 
 def refuse_template_without_images(text: str, mark: str) -> None:
-    """Refuse a chat template that has made `text` of a message with one image, and has not written
-    the model's mark of an image for it."""
+    """Raise ConfigError if a chat template leaves images out.
+
+    Args:
+        text: what the template made of a message with one image.
+        mark: the model's placeholder of an image, which must be in the text once.
+    """
     if text.count(mark) != 1:
         raise ConfigError(
             "prompt: the model's chat template leaves images out (it writes "

@@ -1,9 +1,10 @@
-"""Finds out in which form a chat template takes messages, and what it leaves out of them.
+"""Finds out in which form a chat template accepts messages, and what it leaves out of them.
 
-Templates were trained with tool-call arguments as objects or as JSON text, and silently write the
-other form wrong. A template may also drop whole messages: unknown roles, tool calls, tools. Both
-are detected by rendering a conversation of the same shape whose texts are words that occur in no
-template. This is done once for each shape of conversation.
+Templates expect the arguments of tool calls either as objects or as JSON text, and write the other
+form wrongly, without an error. A template may also drop whole messages: those with unknown roles,
+tool calls, or tools. `MessageForms` detects both by rendering a *probe*: a conversation of the same
+shape, whose texts are words that occur in no template. Each shape of conversation is probed once.
+`ChatPrompt` is the caller.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ ADVICE = (
 _MOST_SHAPES = 4096
 """The number of shapes whose forms are cached. Most data sets have a few."""
 _QUOTED = re.compile(r"""'((?:[^'\\\n]|\\.){2,80})'|"((?:[^"\\\n]|\\.){2,80})\"""")
+"""A string literal of 2 to 80 characters in a template's source."""
 
 
 class MessageForms:
-    """Converts messages into the form that a chat template takes, and refuses those that it would
-    leave out.
+    """Converts messages into the form that a chat template accepts, and refuses those that the
+    template would leave out.
 
     Args:
-        render: the text of a conversation; raises RENDER_ERRORS if the template takes none such.
-        source: of the template.
+        render: returns the text of a conversation; raises RENDER_ERRORS if the template does not
+            accept it.
+        source: the source text of the template.
     """
 
     def __init__(self, render: Render, source: str) -> None:
@@ -53,12 +56,12 @@ class MessageForms:
         self._forms: dict[Any, MessageForm] = {}
 
     def formed(self, messages: Messages, tools: Tools) -> Messages:
-        """A conversation in the form that the template takes.
+        """Return a conversation in the form that the template accepts.
 
         Raises:
             RequestError: template_error: the template leaves out messages of such a conversation.
-                bad_messages: arguments of a tool call are no JSON object, and the template needs
-                one.
+                bad_messages: the template needs the arguments of a tool call as an object, and they
+                are no JSON object.
         """
         form = self._form(messages, tools)
         if form is None:
@@ -68,8 +71,8 @@ class MessageForms:
         return [without_absent(formed_message(message, form)) for message in messages]
 
     def check(self, messages: Messages, text: str) -> None:
-        """Raise RequestError (template_error) if a content is not in the text that the template has
-        made of the messages."""
+        """Raise RequestError (template_error) if `text`, which the template has made of the
+        messages, lacks the content of one."""
         for index, message in enumerate(messages):
             for content in texts_of(message):
                 if content.strip() not in text and not self._is_kept(content, message, text):
@@ -77,37 +80,45 @@ class MessageForms:
                     raise _left_out(f"or changes {_named(index, message)}, {excerpt!r}")
 
     def left_out(self, messages: Messages) -> tuple[int, str] | None:
-        """The index of a message that the template leaves out, and which it is in words; None if
-        it leaves out none, or does not take the conversation."""
+        """Return the index of a message that the template leaves out, and a description of that
+        message. None if the template leaves out none, or does not accept the conversation."""
         form = self._form(messages, None)
         return None if form is None else form.left_out
 
     def _form(self, messages: Messages, tools: Tools) -> MessageForm | None:
-        """The form of a conversation; None if the template takes none of its shape."""
+        """Return the form of a conversation; None if the template accepts no conversation of its
+        shape in any form."""
         shape = (tools is not None, *map(_shape, messages))
-        if (known := self._forms.get(shape)) is None:
+        if (form := self._forms.get(shape)) is None:
             try:
-                known = self._decide(messages, tools)
+                form = self._decide(messages, tools)
             except TemplateLimit as error:
                 text = f"the model's chat template: {error}"
                 raise RequestError("template_error", text) from None
-            # What no form renders may be due to this row alone, such as an id that is too long.
-            if known is not None:
+            # That no form renders may be due to this row alone, such as an id that is too long, so
+            # None is not cached.
+            if form is not None:
                 if len(self._forms) >= _MOST_SHAPES:
                     self._forms.clear()
-                self._forms[shape] = known
-        return known
+                self._forms[shape] = form
+        return form
 
     def _decide(self, messages: Messages, tools: Tools) -> MessageForm | None:
-        """Try the forms of a conversation's shape, the one that it has at first."""
+        """Try the forms for a conversation, and return the first without an omission, or else one
+        that leaves something out; None if the template accepts none.
+
+        The content that the messages with tool calls have is tried first. If the template takes
+        arguments both as objects and as text, they stay as they are.
+        """
         calling = [message for message in messages if message.get("tool_calls")]
         empty = [message["content"] for message in calling if not message["content"]]
-        # What transformers renders for null is a message without the key.
+        # transformers renders a message whose content is null without the key.
         contents = [ABSENT, None, ""] if empty and empty[0] is None else ["", ABSENT, None]
         worst: MessageForm | None = None
         for content in contents if empty else contents[:1]:
             forms = [
-                MessageForm(kind, content, None) for kind in ((True, False) if calling else (None,))
+                MessageForm(as_objects, content, None)
+                for as_objects in ((True, False) if calling else (None,))
             ]
             tried = [self._try(messages, tools, form) for form in forms]
             usable = [form for form in tried if form is not None]
@@ -120,8 +131,9 @@ class MessageForms:
         return worst
 
     def _knows_no_content(self, messages: Messages, tools: Tools) -> bool:
-        """Whether the template was made for messages with tool calls and no content: it names no
-        tool calls, and yet does not write such a message as one with an empty content."""
+        """Return whether the template was made for messages that have tool calls and no content. It
+        is taken to be if it does not mention tool calls, and still renders such a message unlike
+        one with an empty content."""
         if "tool_calls" in self._source:
             return False
         forms = (MessageForm(None, content, None) for content in (None, ""))
@@ -129,7 +141,8 @@ class MessageForms:
         return None not in texts and texts[0] != texts[1] and "None" not in str(texts[0])
 
     def _try(self, messages: Messages, tools: Tools, form: MessageForm) -> MessageForm | None:
-        """The form with what the template leaves out of it; None if it does not take it."""
+        """Probe a form. Return it with what the template leaves out, or None if the template does
+        not accept it."""
         words: list[_Word] = []
         text = self._probed(messages, tools, form, words)
         if text is None:
@@ -146,8 +159,8 @@ class MessageForms:
     def _probed(
         self, messages: Messages, tools: Tools, form: MessageForm, words: list[_Word]
     ) -> str | None:
-        """The text of a conversation of the same shape in a form, whose texts are `words`; None if
-        the template does not take it."""
+        """Render the probe of a conversation in a form, and append its words to `words`. Returns
+        None if the template does not accept the probe."""
         probes = [_probe(at, message, form, words) for at, message in enumerate(messages)]
         named = None
         if tools is not None:
@@ -161,8 +174,9 @@ class MessageForms:
             return None
 
     def _is_kept(self, content: str, message: Mapping[str, Any], text: str) -> bool:
-        """Whether a content that is not in the text as it is has only lost what the template names:
-        thoughts of earlier turns, switches such as /no_think."""
+        """Return whether a content that is not in `text` literally is there but for what the
+        template removes on purpose: the reasoning of earlier turns, and switches such as
+        /no_think."""
         escaped = (json.dumps(content.strip(), ensure_ascii=ascii)[1:-1] for ascii in (False, True))
         if any(each in text for each in escaped):
             return True
@@ -174,15 +188,16 @@ class MessageForms:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """The texts that the template writes or looks for."""
+        """The pattern of the string literals in the template's source, which it writes or looks
+        for."""
         quoted = {a or b for a, b in _QUOTED.findall(self._source)}
         texts = {text.replace("\\n", "\n").strip() for text in quoted}
-        longest = sorted(map(re.escape, filter(None, texts)), key=len, reverse=True)
-        return re.compile("|".join(longest) or r"(?!)")
+        longest_first = sorted(map(re.escape, filter(None, texts)), key=len, reverse=True)
+        return re.compile("|".join(longest_first) or r"(?!)")
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message, whose content is one, has parts, or is None."""
+    """Return the texts of a message's content: a text, a list of parts, or None."""
     content = message.get("content")
     if content is None:
         return []
@@ -200,7 +215,8 @@ def _named(index: int, message: Mapping[str, Any]) -> str:
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides how a template treats a message, but for its texts."""
+    """Return, as a hashable key, all that decides how a template treats a message, except the texts
+    themselves."""
     content = message["content"]
     if isinstance(content, list):
         content = tuple((part["type"], _says(part.get("text"))) for part in content)
@@ -211,8 +227,14 @@ def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Word(NamedTuple):
-    """A word that stands for a text of a message, by its index, and for what. A key is one of
-    arguments."""
+    """A word of a probe, which replaces a text of a message.
+
+    Attributes:
+        message: the index of the message; -1 for a tool.
+        text: the word.
+        what: a description of the text that it replaces, for an error.
+        is_key: whether the word is a key in the arguments of a tool call.
+    """
 
     message: int
     text: str
@@ -221,14 +243,16 @@ class _Word(NamedTuple):
 
 
 def _is_miswritten(key: str, text: str) -> bool:
-    """Whether the arguments with this key are written as JSON in JSON, or as Python."""
+    """Return whether the arguments with this key are written as JSON within JSON, or as a Python
+    dictionary."""
     return f'\\"{key}' in text or f"'{key}':" in text
 
 
 def _probe(
     index: int, message: dict[str, Any], form: MessageForm, words: list[_Word]
 ) -> dict[str, Any]:
-    """A message of the same shape in a form, whose texts are words of their own, put to `words`."""
+    """Return a message of the same shape in a form, with words instead of texts, and append the
+    words to `words`."""
     named = _named(index, message)
 
     def word(name: str, what: str = "", is_key: bool = False) -> str:

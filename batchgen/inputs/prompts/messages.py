@@ -1,4 +1,7 @@
-"""Checks the messages of a conversation, and converts the forms that data sets use into one."""
+"""Checks the messages of a conversation, and converts the formats of data sets into one.
+
+The entry point is `checked_messages`, which `ChatPrompt` calls for each row.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 from batchgen.engine.interface.outputs import RequestError
 
 USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
-"""The roles that conversations have, whether or not a chat template names them."""
+"""The roles that are always accepted, whether or not a chat template names them."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""The names that ShareGPT has for roles; its other names are the usual ones."""
+"""ShareGPT's names of roles that differ from the usual ones."""
 _PART_KINDS = ("image_url", "image", "text")
 _SOURCES = ("image_url", "image", "bytes", "path", "url")
 """The keys under which a part names its image."""
@@ -18,19 +21,20 @@ _COMPARED_ROLE = re.compile(r"""\brole\b['"]?\]?\s*[!=]=\s*['"]([\w-]+)['"]""")
 
 
 def known_roles(chat_template: str) -> tuple[str, ...]:
-    """The roles that messages may have: the usual ones, and those that the template asks for."""
+    """Return the roles that messages may have: the usual ones, and those that the template compares
+    a message's role with."""
     return tuple(dict.fromkeys([*USUAL_ROLES, *_COMPARED_ROLE.findall(chat_template)]))
 
 
 def checked_messages(
     value: Any, column: str, roles: tuple[str, ...], *, images: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages of a row, each with a role and a content, or tool calls instead of a content.
+    """Return the messages of a row, each with a role and a content. A message with tool calls may
+    have the content None.
 
-    Messages of ShareGPT, which have `from` and `value`, are turned into such. Entries that are null
-    are left out: Arrow adds them where messages have different keys. A message with tool calls has
-    the content None if it has none. A content that is a list of parts is the text of these; with
-    `images` it stays a list, which `checked_parts` has put into one form.
+    ShareGPT messages, which have `from` and `value`, are converted. Null entries are removed,
+    because Arrow adds them if messages have different keys. A content that is a list of parts
+    becomes their joined text; with `images` it stays a list, in the form of `checked_parts`.
 
     Raises:
         RequestError: bad_messages: the value is no list of such messages, or a role is unknown.
@@ -72,8 +76,8 @@ def checked_messages(
 
 
 def _checked_content(content: list[Any], where: str, images: bool) -> str | list[dict[str, Any]]:
-    """The parts of a content; where no images are read, the text that they make one after another,
-    as templates that take parts write them."""
+    """Return the checked parts of a content. Unless `images`, return their joined text instead,
+    which is what templates write for text parts."""
     parts = checked_parts(content, where)
     if images:
         return parts
@@ -85,8 +89,8 @@ def _checked_content(content: list[Any], where: str, images: bool) -> str | list
 
 
 def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The tool calls of a message, each {function: {name, arguments}} or {name, arguments} with
-    arguments that are an object or its text."""
+    """Return the tool calls of a message, each {function: {name, arguments}} or {name, arguments}.
+    The arguments are an object or its JSON text."""
     if not isinstance(calls, list):
         raise RequestError(
             "bad_messages", f"{where}: tool_calls must be a list, got {short_value(calls)}"
@@ -109,14 +113,14 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:
-    """The parts of a content in one form: `{type: text, text}` and `{type: image, source}`, whose
-    source is None where the row's own images come in.
+    """Return the parts of a content in one form: `{type: text, text}` and `{type: image, source}`.
+    The source is None if the part names no image and takes one of the row.
 
-    Images are parts as OpenAI has them, `{type: image_url, image_url: {url}}`, or as HuggingFace
-    has them, `{type: image}` with or without `image`, `path`, `url` or `bytes`.
+    Image parts are accepted in OpenAI's form, `{type: image_url, image_url: {url}}`, and in
+    HuggingFace's, `{type: image}` with or without `image`, `path`, `url` or `bytes`.
 
     Raises:
-        RequestError: bad_messages: a part is neither.
+        RequestError: bad_messages: a part is neither text nor an image.
     """
     parts: list[dict[str, Any]] = []
     for item in content:
@@ -138,13 +142,13 @@ def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:
 
 
 def short_value(value: Any) -> str:
-    """A value for an error message."""
+    """Return the text of a value for an error message, at most 100 characters and an ellipsis."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with `from` and `value` as one with role and content."""
+    """Convert a message with `from` and `value` into one with `role` and `content`."""
     role = message["from"]
     others = {key: item for key, item in message.items() if key not in ("from", "value")}
     if isinstance(role, str):

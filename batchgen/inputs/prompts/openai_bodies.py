@@ -1,5 +1,7 @@
-"""Makes prompts from the request bodies of OpenAI's batch files: conversations, texts or token
-ids."""
+"""Makes prompts from the request bodies of OpenAI batch files: conversations, texts or token ids.
+
+`build_prompt` makes a `BodyPrompt` for `prompt=openai`.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,23 @@ from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 
 BAD_BODY = "bad_body"
-"""The type of the error of a row whose body has no prompt."""
+"""The error type of a row whose body has no usable prompt."""
 
 
 class BodyPrompt:
-    """The `messages` of a body with its `tools`, by the chat template; or its `prompt`: a text, to
-    which the tokenizer adds its special tokens, or token ids as they are.
+    """Makes the prompt of a request body.
+
+    A body has either `messages`, with optional `tools`, which the chat template renders; or a
+    `prompt`. A prompt that is a text gets the tokenizer's special tokens; a prompt that is a list
+    of token ids is used as it is.
 
     Args:
-        columns: the data set's columns, and what they hold in the terms of datasets.
-        room: the most tokens of a prompt; far longer texts are refused before they are tokenised.
-            None for no limit.
-        images: makes the images of rows; None where the model or the rows have none.
-        day: returns the day that chat templates write, if the configuration names none.
-        is_read: whether the model only reads prompts, without answering them (for embeddings and
+        columns: the data set's columns with their features.
+        room: the maximum number of tokens of a prompt, or None for no limit. Far longer texts are
+            refused before they are tokenised.
+        images: reads the images of rows; None if the model or the rows have none.
+        day: returns the date that chat templates write, if the configuration names none.
+        is_read: whether the model only reads prompts and generates no answer (for embeddings and
             classes), so that the template adds no start of an answer.
     """
 
@@ -73,11 +78,15 @@ class BodyPrompt:
 
     @property
     def day(self) -> str | None:
-        """The day that the chat template writes; None if it writes none."""
+        """The date that the chat template writes; None if it writes none."""
         return None if self._chat is None else self._chat.day
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says, and bad_body."""
+        """Return the token ids of a row's prompt.
+
+        Raises:
+            RequestError: as for `Prompt.token_ids`, and bad_body.
+        """
         body = self._body(row)
         if "messages" in body:
             return self._of_messages().token_ids(self._messages(row, body))
@@ -87,7 +96,8 @@ class BodyPrompt:
         return not_empty(prompt)
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row, and its images. Raises RequestError as `token_ids`."""
+        """Return the token ids of a row's prompt, and its images. Raises RequestError as
+        `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return self.token_ids(row), []
@@ -95,25 +105,25 @@ class BodyPrompt:
 
     @property
     def images(self) -> RowImages | None:
-        """The object that makes the images of rows; None if rows have no images."""
+        """The reader of rows' images; None if rows have no images."""
         return None if self._chat is None else self._chat.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names. Raises RequestError as `token_ids`."""
+        """Return the sources of a row's images. Raises RequestError as `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return []
         return self._of_messages().image_sources(self._messages(row, body))
 
     def text(self, row: Row) -> str | None:
-        """The prompt of a row before it becomes tokens; None for ids."""
+        """Return the text of a row's prompt; None if the body has token ids."""
         body = self._body(row)
         if "messages" in body:
             return self._of_messages().text(self._messages(row, body))
         return body["prompt"] if isinstance(body["prompt"], str) else None
 
     def _body(self, row: Row) -> dict[str, Any]:
-        """The body of a row with either `messages` or a good `prompt`."""
+        """Return the body of a row, with either `messages` or a valid `prompt`."""
         try:
             cell = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
@@ -148,7 +158,7 @@ class BodyPrompt:
         return self._chat
 
     def _messages(self, row: Row, body: Mapping[str, Any]) -> Row:
-        """The row as the chat prompt reads it."""
+        """Return the row with the columns that `ChatPrompt` reads."""
         if body.get("tools") and not self._takes_tools:
             raise RequestError("bad_tools", "the model's chat template knows no tools")
         fields = {"messages": body["messages"], "tools": body.get("tools")}

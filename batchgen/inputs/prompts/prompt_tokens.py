@@ -1,4 +1,5 @@
-"""Tokenises the texts of prompts, and refuses texts that are too long to be tokenised."""
+"""Tokenises the texts of prompts, and refuses texts that are too long to tokenise. All prompts that
+are made of text use `TextTokens`."""
 
 from __future__ import annotations
 
@@ -10,22 +11,30 @@ from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate
 from batchgen.engine.interface.outputs import RequestError
 
 _ALWAYS_BYTES = 2**21
-"""Texts up to this size are always tokenised. Tokenising takes about 250 times their memory."""
+"""Texts up to this size are always tokenised. Tokenising takes about 250 times the memory of the
+text."""
 
 
 class TextTokens:
-    """The token ids of prompts' texts, of at most `room` tokens if that is given.
+    """Tokenises the texts of prompts.
 
-    A text with more bytes than the room could hold, if each token were the tokenizer's longest, is
-    refused before it is tokenised, which would take seconds and gigabytes.
+    A text that could not fit even if each token were the tokenizer's longest is refused before it
+    is tokenised, because tokenising it would take seconds and gigabytes.
+
+    Args:
+        room: the maximum number of tokens of a prompt; None for no limit.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, room: int | None) -> None:
         self._tokenizer, self._room = tokenizer, room
 
     def of(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text, at least one; RequestError (prompt_too_long, empty_prompt,
-        bad_text) otherwise."""
+        """Return the token ids of a text.
+
+        Raises:
+            RequestError: prompt_too_long: the text is far too long; see `TextTokens`. empty_prompt:
+                it has no tokens. bad_text: it has a lone UTF-16 surrogate.
+        """
         self.refuse_long(text)
         if not text.isascii() and has_lone_surrogate(text):
             raise RequestError(
@@ -38,7 +47,8 @@ class TextTokens:
         return not_empty(list(ids))
 
     def refuse_long(self, text: str) -> None:
-        """Refuse a text, or a part of one, that the room could not hold."""
+        """Raise RequestError (prompt_too_long) if a text, or a part of one, cannot fit into the
+        room."""
         if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
             return
         size = text_bytes(text)
@@ -53,17 +63,18 @@ class TextTokens:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token, or more: the vocabulary may write one byte with two."""
+        """An upper bound of the bytes of the longest token. It is no exact number, because a
+        vocabulary may write one byte as a character of two bytes."""
         return max(map(text_bytes, self._tokenizer.get_vocab()))
 
 
 def text_bytes(text: str) -> int:
-    """The length of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def not_empty(ids: list[int]) -> list[int]:
-    """The token ids of a prompt. Raises RequestError (empty_prompt) if it has none."""
+    """Return the token ids of a prompt. Raises RequestError (empty_prompt) if there are none."""
     if not ids:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     return ids

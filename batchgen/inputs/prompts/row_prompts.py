@@ -1,6 +1,7 @@
-"""Makes the prompt of a row: the token ids that the model reads first.
+"""Makes the prompts of rows: the token ids that the model reads before it answers.
 
-`build_prompt` chooses among a text template, a conversation, token ids and OpenAI bodies.
+`build_prompt` makes the `Prompt` of a job, from a text template, a conversation, token ids or
+OpenAI bodies. `fit_prompt` cuts or refuses a prompt that is too long.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 
 
 _MOST_SHOWN = 1000
-"""Characters of a prompt that a warning shows."""
+"""The maximum number of characters of a prompt in a warning."""
 
 
 class Prompt(Protocol):
-    """The interface of what makes the prompts of rows."""
+    """The interface of the classes that make the prompts of rows."""
 
     @property
     def day(self) -> str | None:
-        """The day that prompts name, YYYY-MM-DD; None if they name none."""
+        """The date that prompts contain, YYYY-MM-DD; None if they contain none."""
         return None
 
     @property
@@ -50,11 +51,11 @@ class Prompt(Protocol):
         return False
 
     def text(self, row: Row) -> str | None:
-        """The prompt of a row before it becomes tokens; None where it is tokens already."""
+        """Return the text of a row's prompt; None if the row has token ids."""
         return None
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row, which has at least one token and any length.
+        """Return the token ids of a row's prompt: at least one, without an upper limit.
 
         Raises:
             RequestError: the row has no prompt. The error's type is missing_field, template_error,
@@ -63,7 +64,8 @@ class Prompt(Protocol):
         ...
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row and its images. RequestError: see `token_ids`."""
+        """Return the token ids of a row's prompt, and its images. Raises RequestError as
+        `token_ids`."""
         return self.token_ids(row), []
 
 
@@ -78,21 +80,21 @@ def build_prompt(
     day: Callable[[], str] = today,
     is_read: bool = False,
 ) -> Prompt:
-    """The prompt that the configuration describes.
+    """Return the prompt that the configuration describes.
 
     Args:
         tokenizer: None if the model has none; then only token ids can be prompts.
-        columns: the data set's columns, and what they hold in the terms of datasets.
-        room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
-            reads texts of any length.
-        images: makes the images of rows; None where the model or the rows have none.
-        day: returns the day that chat templates write, if the configuration names none.
-        is_read: whether the model only reads prompts, without answering them, so that the start of
-            an answer is not added behind an assistant's last message.
+        columns: the data set's columns with their features.
+        room: the maximum number of tokens of a prompt, or None for no limit. Far longer texts are
+            refused before they are tokenised.
+        images: reads the images of rows; None if the model or the rows have none.
+        day: returns the date that chat templates write, if the configuration names none.
+        is_read: whether the model only reads prompts and generates no answer, so that no start of
+            an answer is added after an assistant's last message.
 
     Raises:
-        ConfigError: a template does not compile or asks for a column that the data set lacks,
-            or the model has no tokenizer or no chat template.
+        ConfigError: a template does not compile or uses a column that the data set lacks, or the
+            model has no tokenizer or no chat template.
     """
     if isinstance(config, TokensPromptConfig):
         return TokensPrompt("prompt.token_ids_column", config.token_ids_column, vocab_size, columns)
@@ -109,8 +111,8 @@ def build_prompt(
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
-    """The most tokens that a prompt may have. Raises RequestError (prompt_too_long) if the answer
-    may have all."""
+    """Return the maximum number of tokens of a prompt. Raises RequestError (prompt_too_long) if the
+    answer may take all tokens."""
     if max_new_tokens >= max_model_len:
         raise RequestError(
             "prompt_too_long",
@@ -123,11 +125,14 @@ def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
 def fit_prompt(
     ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
 ) -> list[int]:
-    """A prompt of at most `max_len` tokens.
+    """Return a prompt of at most `max_len` tokens.
 
-    Of a longer one `truncate_left` keeps the last tokens. A BOS token at its start stays, because
-    models answer badly without it. In a chat prompt the system message and the marks of a turn may
-    be cut off. With `error` a longer prompt raises RequestError (prompt_too_long).
+    With `truncate_left`, a longer prompt keeps its last tokens, and its first token if that is the
+    BOS token, because models answer badly without it. A chat prompt may lose its system message and
+    the marks of a turn.
+
+    Raises:
+        RequestError: prompt_too_long: the prompt is longer, and `too_long` is `error`.
     """
     assert max_len >= 1
     if len(ids) <= max_len:
@@ -145,8 +150,13 @@ def fit_prompt(
 
 
 def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
-    """The warning about a prompt that is the same for all rows, as it is seldom meant so.
-    `key` says where its template stands."""
+    """Return the error message for a prompt that is the same for all rows, which is rarely
+    intended.
+
+    Args:
+        key: the configuration key of the prompt's template.
+        row: a row, whose prompt the message shows.
+    """
     try:
         text = prompt.text(row) or ""
     except RequestError as error:
@@ -162,9 +172,9 @@ def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
 
 
 class TextPrompt(Prompt):
-    """One template for the whole prompt.
+    """Makes each prompt from one text template.
 
-    The tokenizer adds its special tokens, such as a BOS, unless `add_special_tokens` is false.
+    The tokenizer adds its special tokens, such as BOS, unless `add_special_tokens` is false.
     """
 
     def __init__(
@@ -191,7 +201,12 @@ class TextPrompt(Prompt):
 
 
 class TokensPrompt(Prompt):
-    """The token ids that a column holds, as they are. `key` is the one that names the column."""
+    """Uses the token ids of a column unchanged.
+
+    Args:
+        key: the configuration key that names the column, for errors.
+        vocab_size: token ids must be below it.
+    """
 
     def __init__(self, key: str, column: str, vocab_size: int, columns: Mapping[str, Any]) -> None:
         self._column, self._vocab_size = column, vocab_size

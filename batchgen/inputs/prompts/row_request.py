@@ -1,4 +1,5 @@
-"""The request that a job makes to the engine for a row, before samples get their seeds."""
+"""The request that a job makes to the engine for a row. `RowRequest.of_sample` gives each sample
+its seed."""
 
 from __future__ import annotations
 
@@ -13,19 +14,24 @@ from batchgen.inputs.images.row_images import RowImage
 
 
 class RowRequest(NamedTuple):
-    """The parts of a row's requests that all its samples share."""
+    """What the requests of a row's samples have in common.
+
+    Attributes:
+        prompt: the token ids of the prompt.
+        answer: the given answer to score; None if the row generates one.
+        choices: the token ids of each choice, which are scored in separate requests.
+        images: the images of the prompt, in order.
+    """
 
     prompt: list[int]
     params: RequestParams
-    answer: GivenAnswer | None = None  # the given answer that is scored; None if the row generates
-    choices: Sequence[
-        list[int]
-    ] = ()  # the tokens of each choice, which are scored in requests of their own
-    images: Sequence[RowImage] = ()  # the images of the prompt, in order
+    answer: GivenAnswer | None = None
+    choices: Sequence[list[int]] = ()
+    images: Sequence[RowImage] = ()
 
     def of_sample(self, row_id: str, sample_index: int, stream: str | None) -> RowRequest:
-        """The request of one sample, with its own seed: one that follows from the job's seed and
-        `stream` (see `seed_stream`), the row's id and the sample's index."""
+        """Return the request of one sample. Its seed is derived from the job's seed, `stream` (see
+        `seed_stream`), the row's id and the sample's index."""
         seed = derive_seed(stream_seed(self.params.seed, stream), row_id, sample_index)
         prompt, params, answer, choices, images = self
         return RowRequest(prompt, params.with_seed(seed), answer, choices, images)

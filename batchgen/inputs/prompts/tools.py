@@ -1,4 +1,5 @@
-"""The tools that a row offers to the model, as JSON schemas of functions."""
+"""Checks the tools that a row offers to the model, as JSON schemas of functions. `ChatPrompt` calls
+`checked_tools`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from batchgen.inputs.prompts.messages import short_value
 
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """The tools of a cell, which holds a list of {type: function, function: {name, …}} or of bare
-    functions {name, …}, or JSON text of such a list; None for a cell without any.
+    """Return the tools of a cell; None if it has none.
+
+    A cell holds a list of {type: function, function: {name, …}} or of bare functions {name, …}, or
+    the JSON text of such a list.
 
     Raises:
         RequestError: bad_tools: the cell holds no such list.
@@ -34,7 +37,7 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 
 def _mistake(tool: Any) -> str | None:
-    """What is wrong with a tool, None if nothing is."""
+    """Return what is wrong with a tool; None if it is valid."""
     form = "must be {type: function, function: {name, description, parameters}}"
     if not isinstance(tool, Mapping):
         return f"{form}, got {short_value(tool)}"

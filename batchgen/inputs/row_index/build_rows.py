@@ -1,4 +1,8 @@
-"""Makes the row steps that a configuration names in `rows`, by short names or by their classes."""
+"""Makes the row steps that the configuration key `rows` lists, by short names or by their classes.
+
+`open_rows.py` calls `build_rows`, and `step_fingerprints` for the digests that decide whether a job
+can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,31 @@ Step = TableStep | RowStep
 
 
 def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
-    """The steps of `rows`. Raises ConfigError for a mistake in one."""
+    """Return the row steps of the configuration key `rows`. Raises ConfigError for a mistake in
+    one."""
     return tuple(_built(number, config) for number, config in enumerate(configs))
 
 
 def changes_rows(steps: Sequence[Step]) -> bool:
-    """Whether some step drops, splits or adds rows; other steps only add columns."""
+    """Return whether some step drops, splits or adds rows. Steps that only add columns do not."""
     return any(isinstance(step, TableStep) for step in steps)
 
 
 def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
-    """Versions of the steps and digests of the files that they read, by names for people."""
+    """Return the versions of the steps, and the digests of the files that they read, by readable
+    names."""
     fingerprints = {}
     for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
         name = lasting_step_name(config.target)
         fingerprints[f"version of {name}"] = str(step.version)
         if isinstance(step, TableStep):
             try:
-                of_step = step.fingerprints()
+                digests = step.fingerprints()
             except ConfigError as error:
                 raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
-            fingerprints |= {f"rows[{number}] {name}.{what}": one for what, one in of_step.items()}
+            fingerprints |= {
+                f"rows[{number}] {name}.{option}": digest for option, digest in digests.items()
+            }
     return fingerprints
 
 
@@ -65,11 +73,13 @@ def _built(number: int, config: StepConfig) -> Step:
 
 
 def _options(cls: type[TableStep], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of the class: `as` is `as_` there, and what is no option goes to `rest`."""
+    """Return the arguments of a step class from its options. Python keywords get an underscore
+    (`as` becomes `as_`), and unknown options are collected in the field that `cls.rest` names, if
+    the class has one."""
     named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in values.items()}
     if cls.rest is not None:
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if more := {key: value for key, value in values.items() if key not in known}:
-            kept = {key: value for key, value in named.items() if key in known}
-            named = {**kept, cls.rest: {**(kept.get(cls.rest) or {}), **more}}
+        field_names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := {key: value for key, value in values.items() if key not in field_names}:
+            known = {key: value for key, value in named.items() if key in field_names}
+            named = {**known, cls.rest: {**(known.get(cls.rest) or {}), **unknown}}
     return strategy_options(cls, named, where)

@@ -1,4 +1,10 @@
-"""Runs the steps of `rows` one after the other: rows of the data set become rows of the job."""
+"""Runs the steps of `rows` one after another, which turns rows of the data set into rows of the
+job.
+
+A `Chain` holds the checked steps, a `ChainPass` runs them over the data set once. The row index
+(make_index.py) stores what `ChainPass.take` returns, and `Chain.restored` recomputes a row's fields
+from it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +27,13 @@ from batchgen.util.shorten import some_names
 
 Step = TableStep | RowStep
 BAD_ROW = "bad_row"
+"""The error type of a row in which a step failed."""
 MOST_EXAMPLES = 3
+"""The maximum number of dropped rows that are kept as examples of a step."""
 
 
 class Failure(NamedTuple):
-    """The error of a row in which a step failed, as the output has it."""
+    """The error of a row in which a step failed, as it is written to the output."""
 
     type: str
     message: str
@@ -33,14 +41,14 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """A row of the job, as the row index keeps it.
+    """A row of the job, as the row index stores it.
 
     Attributes:
-        index: the position of the data set's row that it comes from.
-        path: for each step that makes several rows of one, the row's number among them; 0 after a
-            failure.
-        stored: values from steps that cannot be computed again from the data set, by name.
-        failure: why it is an error row, if it is one.
+        index: the position of the row of the data set from which it was made.
+        path: for each step that splits rows, the number of this row among the rows that the step
+            made of one; 0 after a failure.
+        stored: the values of steps that cannot be recomputed from the data set, by name.
+        failure: why the row is an error row; None if it is none.
     """
 
     index: int
@@ -51,7 +59,7 @@ class IndexRow:
 
 @dataclass(slots=True)
 class _Item:
-    """A row on its way through the steps."""
+    """A row between two steps; the attributes are as in `IndexRow`."""
 
     fields: Mapping[str, Any]
     path: tuple[int, ...]
@@ -60,16 +68,16 @@ class _Item:
 
 
 class Chain:
-    """The checked steps of a job and the columns that result from them.
+    """The checked steps of a job, and the columns that result from them.
 
     Attributes:
         features: the types of all columns after the last step.
         made: the types of the columns that steps add or replace.
-        stored: the types of the values that the row index keeps of a row.
+        stored: the types of the values that the row index stores of a row.
         uncopied: the columns that are not copied to the output.
-        columns: for each step the names of those that it makes, and of what is stored of it.
+        columns: for each step, the names of the columns that it makes, and of its stored values.
         levels: how many suffixes `#k` an id gets.
-        has_state: whether steps remember rows.
+        has_state: whether some step remembers earlier rows.
     """
 
     def __init__(self, steps: Sequence[Step], features: Mapping[str, Any]) -> None:
@@ -101,7 +109,7 @@ class Chain:
         self.has_state = any(isinstance(step, TableStep) and step.has_state for step in steps)
 
     def start(self, tokenizer: Any = None) -> ChainPass:
-        """Begin a pass through the data set at its first row."""
+        """Start a pass through the data set at its first row."""
         passes: list[Pass | RowStep] = []
         for name, step, features in zip(self.names, self.steps, self._features, strict=True):
             try:
@@ -112,7 +120,12 @@ class Chain:
         return ChainPass(self, passes)
 
     def restored(self, row: Row, made_row: IndexRow) -> Mapping[str, Any]:
-        """The fields of a row of the job, made again from the data set's row."""
+        """Recompute the fields of a row of the job.
+
+        Args:
+            row: the row of the data set.
+            made_row: the row of the job, from the row index.
+        """
         fields: Mapping[str, Any] = row.fields
         levels = iter(made_row.path)
         for step, (_, stored) in zip(self.steps, self.columns, strict=True):
@@ -128,11 +141,11 @@ class Chain:
 
 
 class ChainPass:
-    """One pass of the steps through the rows of a data set; `take` must get them in order.
+    """One pass of the steps over the rows of a data set. `take` must get the rows in order.
 
     Attributes:
         counts: the counts of each step so far.
-        dropped: dropped rows; the caller empties the list.
+        dropped: the dropped rows. The caller empties this list.
     """
 
     def __init__(self, chain: Chain, passes: Sequence[Pass | RowStep]) -> None:
@@ -151,7 +164,8 @@ class ChainPass:
         )
 
     def take(self, row: Row) -> list[IndexRow]:
-        """The rows of the job that the next row of the data set becomes."""
+        """Run the steps on the next row of the data set, and return the rows of the job that it
+        becomes."""
         bad = row.failure
         failure = None if bad is None else Failure(bad.type, str(bad))
         items = [_Item(row.fields, (), {}, failure)]
@@ -166,12 +180,13 @@ class ChainPass:
         return [IndexRow(row.index, item.path, item.stored, item.failure) for item in items]
 
     def close(self) -> None:
-        """Free what the steps hold."""
+        """Free the resources of the steps."""
         for running, table in zip(self._passes, self._tables, strict=True):
             if table is not None:
                 running.close()  # type: ignore[union-attr]
 
     def _add_columns(self, number: int, row: Row, items: Sequence[_Item]) -> None:
+        """Run a step that only adds columns, in place."""
         step = self._passes[number]
         for item in items:
             if item.failure is None:
@@ -184,6 +199,7 @@ class ChainPass:
     def _changed(
         self, number: int, table: TableStep, row: Row, items: Sequence[_Item]
     ) -> list[_Item]:
+        """Run a step that can drop or split rows, and return the rows after it."""
         step, count = self._passes[number], self.counts[number]
         changed: list[_Item] = []
         for item in items:
@@ -214,7 +230,7 @@ class ChainPass:
         return changed
 
     def _with(self, item: _Item, number: int, values: Mapping[str, Any]) -> _Item:
-        """A row with the values of a step's columns."""
+        """Return a row with the values of step `number` added."""
         if not values:
             return item
         columns, stored = self._chain.columns[number]
@@ -224,28 +240,30 @@ class ChainPass:
 
 
 def path_id(row_id: str, path: Sequence[int]) -> str:
-    """The id of a row of the job, from that of the data set's row."""
+    """Return the id of a row of the job: the id of the data set's row with `#k` for each number of
+    `path`."""
     return "#".join([row_id, *map(str, path)]) if path else row_id
 
 
 def failure_of(failure: Failure | None) -> RequestError | None:
-    """A failure in the form that rows hold."""
+    """Convert a failure into the error that a `Row` holds."""
     return None if failure is None else RequestError(failure.type, failure.message)
 
 
 def _below(item: _Item, k: int) -> _Item:
-    """The row with the number `k` among those that a step made of one."""
+    """Return row number `k` of the rows that a step makes of `item`."""
     return _Item(item.fields, (*item.path, k), item.stored, item.failure)
 
 
 def _step_columns(step: Step, features: Features) -> tuple[Features, Features]:
-    """The columns that a step makes, and those of its values that the index stores."""
+    """Return the columns that a step makes, and the values of the step that the index stores."""
     if isinstance(step, TableStep):
         return step.made(features), step.stored(features)
     return Features.from_arrow_schema(arrow_schema(step.writes)), Features({})
 
 
 def _check_columns(name: str, step: Step, features: Features) -> None:
+    """Raise ConfigError if a step reads a column that does not exist before it."""
     for column in step.field_names:
         if column_path(column, features) is None:
             raise ConfigError(

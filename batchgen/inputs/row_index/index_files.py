@@ -1,9 +1,14 @@
-"""The files of the row index in a job's folder: the origin of each row, and the dropped rows.
+"""Reads and writes the files of the row index in a job's folder.
 
+```
 rows.json                    the number of rows after each step; written last
-rows/part-00000.parquet …    for each row of the job: row_index (in the data set), path, made
-                             (values of steps that are not in the data set), error
+rows/part-00000.parquet …    for each row of the job: row_index (its row in the data set), path,
+                             made (stored values of steps), error
 rows/dropped-00000.parquet … for each dropped row: row_id, step, reason
+```
+
+`make_index.py` writes the index through `IndexFolder`; `indexed_source.py` reads it through
+`IndexReader`.
 """
 
 from __future__ import annotations
@@ -27,14 +32,22 @@ from batchgen.util.errors import JobError
 from batchgen.util.temporary import temporary_name
 
 GROUP = 16_384
-"""Rows of a row group, which are in memory while it is written or read."""
+"""The rows of a Parquet row group, all of which are in memory while it is written or read."""
 PART_ROWS = 1_000_000
+"""The rows of a file, approximately."""
 DROPPED = pa.schema([("row_id", pa.string()), ("step", pa.string()), ("reason", pa.string())])
 _ERROR = pa.struct([("type", pa.string()), ("message", pa.string())])
 
 
 class IndexFolder:
-    """The files of an index in a folder; `upload` and `download` reach those of a store."""
+    """The files of a row index in a folder.
+
+    Args:
+        path: the job's folder.
+        stored: the types of the values that the index stores of steps (`Chain.stored`).
+        upload: copies a finished file to the job's store.
+        download: fetches a file from the job's store.
+    """
 
     def __init__(
         self,
@@ -58,11 +71,12 @@ class IndexFolder:
         return self.path / f"dropped-{number:05d}.parquet"
 
     def writing(self, path: Path, schema: pa.Schema) -> IndexFile:
-        """Begin a file of the index."""
+        """Start to write a file of the index."""
         return IndexFile(path, schema, self._upload)
 
     def rows_table(self, rows: Sequence[IndexRow], names: Sequence[str]) -> pa.Table:
-        """Rows of the job as the index has them."""
+        """Return a table of rows of the job, with the schema of the index. `names` are those of the
+        stored values."""
         columns: dict[str, Any] = {
             "row_index": [row.index for row in rows],
             "path": [list(row.path) for row in rows],
@@ -77,19 +91,19 @@ class IndexFolder:
 
     @staticmethod
     def dropped_table(rows: Sequence[DroppedRow], names: Sequence[str]) -> pa.Table:
-        """Dropped rows as the index has them."""
+        """Return a table of dropped rows. `names` are those of the steps."""
         values = [{"row_id": row.id, "step": names[row.step], "reason": row.reason} for row in rows]
         return pa.Table.from_pylist(values, DROPPED)
 
     def made_rows(self, table: pa.RecordBatch | pa.Table) -> Iterator[IndexRow]:
-        """The rows of the job that a table of the index has."""
+        """Yield the rows of the job from a table of the index."""
         for row in table.to_pylist():
             stored = self._storing.decoded(row["made"]) if row.get("made") else {}
             failure = None if row["error"] is None else Failure(**row["error"])
             yield IndexRow(row["row_index"], tuple(row["path"]), stored, failure)
 
     def open(self, number: int) -> pq.ParquetFile:
-        """A part of the index. Raises JobError if it is damaged or of another job."""
+        """Open a part of the index. Raises JobError if it is damaged or belongs to another job."""
         path = self.part(number)
         try:
             self._download(path)
@@ -102,8 +116,8 @@ class IndexFolder:
 
 
 class IndexFile:
-    """A file of the index that is being written. It appears as a whole, or not at all if it has no
-    rows."""
+    """A file of the index while it is written. It gets its final name only when it is complete;
+    without rows, no file is made."""
 
     def __init__(self, path: Path, schema: pa.Schema, upload: Callable[[Path], None]) -> None:
         self._path, self._schema, self._upload = path, schema, upload
@@ -112,7 +126,7 @@ class IndexFile:
         self.rows = 0
 
     def add(self, table: pa.Table) -> None:
-        """Write a table as a row group."""
+        """Write a table as one row group."""
         with self._writing():
             if self._writer is None:
                 self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
@@ -120,7 +134,7 @@ class IndexFile:
         self.rows += table.num_rows
 
     def publish(self) -> None:
-        """End the file and give it its name."""
+        """Close the file and give it its final name."""
         if self._writer is None:
             return
         with self._writing():
@@ -138,7 +152,11 @@ class IndexFile:
 
 
 class IndexReader:
-    """The rows of an index, read in groups."""
+    """Random access to the rows of an index. The last row group that was read stays in memory.
+
+    Args:
+        facts: the summary of the index, from rows.json.
+    """
 
     def __init__(self, folder: IndexFolder, facts: IndexFacts) -> None:
         self._folder, self.facts = folder, facts
@@ -147,7 +165,7 @@ class IndexReader:
         self._group: tuple[int, int, list[IndexRow]] = (-1, -1, [])
 
     def check(self) -> None:
-        """Raise JobError unless all parts are there."""
+        """Raise JobError unless all parts exist and have the expected number of rows."""
         for number, part in enumerate(self.facts.parts):
             if part.rows and self._file(number).metadata.num_rows != part.rows:
                 raise JobError(f"{self._folder.part(number)} has another number of rows")
@@ -155,7 +173,7 @@ class IndexReader:
             raise JobError(f"{self._folder.path}: {ROW_INDEX} has another number of rows")
 
     def row(self, index: int) -> IndexRow:
-        """A row of the job."""
+        """Return row `index` of the job."""
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
         group, offset = divmod(at, GROUP)

@@ -1,4 +1,5 @@
-"""A `Source` whose row steps drop, split or join the rows of a data set; it needs the row index."""
+"""A `Source` whose row steps drop, split or join the rows of a data set. It reads rows through the
+row index, which maps each row of the job to a row of the data set. `open_rows.py` makes it."""
 
 from __future__ import annotations
 
@@ -26,27 +27,35 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
 
 _BATCH = 256
-"""Rows of the job that are made at a time."""
+"""The number of rows of the job that are made at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedRow(Row):
-    """A row of the job; `base` is the row of the data set that it comes from."""
+    """A row of the job.
+
+    Attributes:
+        base: the row of the data set from which it was made.
+    """
 
     base: Row = field(kw_only=True)
 
 
 class IndexedSource(Source):
-    """The rows that row steps make from those of a data set.
+    """The rows that row steps make of those of a data set.
 
-    Random access needs the row index: `open_index` or `find_index` come before rows are counted or
-    read by number. It grows with the data set. One worker at a time adds to it, and writes
-    rows.json behind the parts; the others read that again and again. A worker that was paused may
-    write an older rows.json once more; workers that have seen more of the index keep what they have
-    seen.
+    Random access needs the row index, so `open_index` or `find_index` must be called before rows
+    are counted or read by number. The index grows with the data set. One worker at a time adds
+    parts to it and then writes rows.json; the other workers read rows.json repeatedly. A worker
+    that was paused may write an older rows.json once more; workers that have read a longer index
+    keep it.
 
-    A stream has none, and every reader runs the steps again from the first row on; because steps
-    are prefix-stable, all find the same rows.
+    A streamed data set has no index. Every reader of it runs the steps from the first row on. All
+    readers get the same rows, because steps are prefix-stable (see `TableStep`).
+
+    Args:
+        key: a digest of the steps and of the data set's configuration. An index with another key is
+            not used.
 
     Attributes:
         chain: the steps.
@@ -74,7 +83,7 @@ class IndexedSource(Source):
 
     @property
     def num_rows(self) -> int | None:
-        """See `Source`; None before there is an index."""
+        """See `Source`; None until the index is complete."""
         return self.num_ready if self._is_whole() else None
 
     @property
@@ -94,12 +103,12 @@ class IndexedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        """That of the data set."""
+        """The fingerprint of the data set."""
         return self._data.fingerprint
 
     @property
     def jobs(self) -> tuple[ReadJob, ...]:
-        """Those of the data set."""
+        """The jobs that the data set reads."""
         return self._data.jobs
 
     @property
@@ -119,7 +128,7 @@ class IndexedSource(Source):
     def open_index(
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
     ) -> None:
-        """See `Source`; the index of rows that come while they are read is made with them."""
+        """See `Source`. The index of a data set that grows is extended by `learn`."""
         if self._data.num_ready is None:
             return
         self._storage = storage
@@ -145,7 +154,7 @@ class IndexedSource(Source):
         self.learn(lambda: True)
 
     def _is_there(self, storage: Storage) -> bool:
-        """Whether an index of just these rows is in a job's folder, which is opened then."""
+        """Open the index in a job's folder if it is of exactly these rows; return whether it is."""
         wanted = (self._key, self._data.fingerprint, self._data.num_ready)
         try:
             facts = IndexFacts.parse(storage.read(storage.path / ROW_INDEX))
@@ -178,16 +187,17 @@ class IndexedSource(Source):
 
     @property
     def _covered(self) -> int:
-        """How many rows of the data set the index covers."""
+        """The number of rows of the data set that the index covers."""
         return 0 if self._reader is None else self._reader.facts.data_rows
 
     def _is_whole(self) -> bool:
-        """Whether no more rows of the data set will come, and the index has all of them."""
+        """Return whether no more rows of the data set will come, and the index covers all of
+        them."""
         return self._data.num_rows is not None and self._covered == self._data.num_rows
 
     def _read(self) -> bool:
-        """Read the index in the folder, if it has more rows than this process knows; return whether
-        there is a usable one."""
+        """Read the index in the folder, if it covers more rows than this process has read. Return
+        whether a usable index is open."""
         assert self._storage is not None
         facts = IndexFacts.parse(self._storage.read(self._storage.path / ROW_INDEX))
         if facts is None or facts.key != self._key:
@@ -200,16 +210,18 @@ class IndexedSource(Source):
         return True
 
     def _grow(self) -> None:
-        """Add the parts of each stretch that has none, or has grown since."""
+        """Extend the index to the end of the rows that are ready, one stretch after another."""
         assert self._storage is not None
-        known = self.facts
-        if known is None:
+        facts_before = self.facts
+        if facts_before is None:
             counts = [StepCount(name) for name in self.chain.names]
-            known = IndexFacts(self._key, self.fingerprint, 0, 0, 0, 0, counts, ())
-        if self._growth is None or self._growth.facts.data_rows != known.data_rows:
+            facts_before = IndexFacts(self._key, self.fingerprint, 0, 0, 0, 0, counts, ())
+        if self._growth is None or self._growth.facts.data_rows != facts_before.data_rows:
             self._end_growth()
             folder = self._folder(self._storage)
-            self._growth = IndexGrowth(self.chain, self._data, self._tokenizer, folder, known)
+            self._growth = IndexGrowth(
+                self.chain, self._data, self._tokenizer, folder, facts_before
+            )
         for end in self._data.ends:
             if end > self._growth.facts.data_rows:
                 self._growth.add(end)
@@ -227,7 +239,8 @@ class IndexedSource(Source):
         """See `Source`; without an index the steps run from the first row on."""
         if self._reader is not None:
             return self._stored_rows(range(start, self._reader.facts.rows), self._reader)
-        # As long as rows come, nobody knows of the steps' tables whether they are there.
+        # While the data set grows, the steps are not run here: tables that they read may not exist
+        # yet.
         is_growing = self._data.num_rows is None and self._data.num_ready is not None
         return iter(()) if is_growing else islice(self._streamed(), start, None)
 
@@ -247,7 +260,7 @@ class IndexedSource(Source):
         return {**copied, **encoded}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows of the data set, see `Source`."""
+        """Yield the rows of the data set as tables; see `Source`."""
         return self._data.tables(stop, size)
 
     def close(self) -> None:
@@ -267,7 +280,8 @@ class IndexedSource(Source):
 
     @staticmethod
     def _refuse_shorter(reader: IndexReader, data_rows: int, finished: int) -> None:
-        """Refuse a data set without rows from which finished rows of the job come."""
+        """Raise ConfigError if the job has finished rows that come from beyond the first
+        `data_rows` rows of the data set."""
         numbers = range(reader.facts.rows)
         left = bisect_left(numbers, data_rows, key=lambda number: reader.row(number).index)
         if finished > left:
@@ -279,28 +293,28 @@ class IndexedSource(Source):
             )
 
     def _field(self, name: str) -> pa.Field:
-        """The Arrow field of a column that steps make."""
+        """Return the Arrow field of a column that steps make."""
         kind = self._storing.schema.field(name).type
         feature = self.chain.made[name]
         return stored_field(name, feature, kind) if has_json(feature) else pa.field(name, kind)
 
     def _stored_rows(self, indices: Sequence[int], reader: IndexReader) -> Iterator[Row]:
-        """Rows of the job by their numbers. Those that come from one row of the data set and are
-        neighbours read it once."""
-        last: Row | None = None
+        """Yield rows of the job by their numbers. Adjacent rows that come from one row of the data
+        set read that row once."""
+        last_base: Row | None = None
         for at in range(0, len(indices), _BATCH):
-            some = [(index, reader.row(index)) for index in indices[at : at + _BATCH]]
-            wanted = list(dict.fromkeys(stored.index for _, stored in some))
-            known = {} if last is None else {last.index: last}
-            missing = [index for index in wanted if index not in known]
+            batch = [(index, reader.row(index)) for index in indices[at : at + _BATCH]]
+            wanted = list(dict.fromkeys(stored.index for _, stored in batch))
+            base_rows = {} if last_base is None else {last_base.index: last_base}
+            missing = [index for index in wanted if index not in base_rows]
             if missing:
-                known |= {row.index: row for row in self._data.rows_at(missing)}
-            for index, stored in some:
-                yield self._row(index, known[stored.index], stored)
-            last = known[wanted[-1]]
+                base_rows |= {row.index: row for row in self._data.rows_at(missing)}
+            for index, stored in batch:
+                yield self._row(index, base_rows[stored.index], stored)
+            last_base = base_rows[wanted[-1]]
 
     def _streamed(self) -> Iterator[Row]:
-        """All rows, for which the steps run from the first row on."""
+        """Yield all rows of a stream, with the steps run from its first row on."""
         running, index = self.chain.start(self._tokenizer), 0
         read = 0
         try:

@@ -1,9 +1,10 @@
 """Makes the row index of a job, which says for each row of the job from which row of the data set
-it comes.
+it was made.
 
-A job needs one if its row steps (`rows`) drop, split or add rows. The data set is read in
+A job needs an index if its row steps (`rows`) drop, split or add rows. The data set is read in
 *stretches*, runs of consecutive rows: if it grows while the job runs, each further stretch adds
-files to the index. `chain.py` runs the steps, and `index_files.py` has the format of the files.
+files to the index. `chain.py` runs the steps, and `index_files.py` defines the format of the files.
+`IndexedSource` uses `IndexGrowth`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,30 @@ from batchgen.storage.folder.row_funnel import IndexFacts, IndexPart
 from batchgen.util.errors import JobError
 
 _SHOWN_SECONDS = 10.0
-"""The least time between two messages about the progress."""
+"""The minimum time between two progress messages."""
 
 
 @dataclass
 class _Making:
-    """One pass through the rows of a stretch: what the steps have made and what is not written
-    yet."""
+    """The state of a pass through the rows of a stretch.
+
+    Attributes:
+        running: the steps.
+        rows: the rows of the data set that are left.
+        read: the rows of the data set up to and including the last one that was taken.
+        total: the rows of the data set up to the stretch's end.
+        pending: rows of the job that are not written yet.
+        is_over: whether no row is left.
+        error_rows: how many rows that were written are error rows.
+        reported_at: the time of the last progress message, in seconds.
+    """
 
     chain: Chain
     running: ChainPass
     folder: IndexFolder
     rows: Iterator[Row]
-    read: int  # rows of the data set before the next one
-    total: int  # rows of the data set up to the stretch's end
+    read: int
+    total: int
     pending: list[IndexRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
@@ -54,25 +65,27 @@ class _Making:
             self.tell()
 
     def tell(self) -> None:
+        """Print a progress message if the last one was long enough ago."""
         if not self.read % 256 and (now := time.monotonic()) - self.reported_at > _SHOWN_SECONDS:
             self.reported_at = now
             print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
 
 
 class IndexGrowth:
-    """Extends an index with the rows of each further stretch, in files of its own. So a file is the
-    same whichever process made it, and two processes may make it at the same time. Memory does not
-    grow with the rows, except for what steps remember.
+    """Extends an index, stretch by stretch, in new files.
+
+    So the files are the same whichever process makes them, and two processes may make them at the
+    same time. Memory does not grow with the rows, except for what steps remember.
 
     Attributes:
-        facts: the summary of the index, as the caller should write it to rows.json.
+        facts: the summary of the index, which the caller should write to rows.json.
     """
 
     def __init__(
         self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, facts: IndexFacts
     ) -> None:
-        """Continue the index that `facts` describes. If steps remember rows, they go through the
-        rows that the index covers once more."""
+        """Continue the index that `facts` describes. Steps that remember rows are run again on the
+        rows that the index covers."""
         self._chain, self._source, self._folder = chain, source, folder
         self._running = chain.start(tokenizer)
         self.facts = facts
@@ -100,12 +113,13 @@ class IndexGrowth:
         )
 
     def close(self) -> None:
-        """Release what the steps hold in memory or on disk."""
+        """Free the resources of the steps."""
         self._running.close()
 
 
 def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFacts) -> None:
-    """Bring the steps into the state that they had after the rows of an index."""
+    """Bring the steps into the state after the rows that an index covers. Raises JobError if the
+    steps now make another number of rows of them."""
     if not chain.has_state:
         running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return
@@ -122,7 +136,7 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFact
 
 
 def _write_part(making: _Making, number: int) -> IndexPart:
-    """Write the next part: about PART_ROWS rows, and those that were dropped meanwhile."""
+    """Write the next part: about PART_ROWS rows, and the rows that were dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
     gone = folder.writing(folder.dropped(number), DROPPED)

@@ -1,4 +1,5 @@
-"""Applies the row steps of a configuration to a data set."""
+"""Applies the row steps of a configuration to a data set. A job calls `behind_steps` when it opens
+its rows."""
 
 from __future__ import annotations
 
@@ -20,10 +21,16 @@ from batchgen.util.fingerprint import fingerprint_text
 def behind_steps(
     data: Source, configs: Sequence[StepConfig], dataset: Mapping[str, Any], tokenizer: Any
 ) -> tuple[Source, Mapping[str, str]]:
-    """The rows after the steps, and digests of what the steps depend on besides their options.
+    """Return the rows after the steps, and digests of what the steps depend on besides their
+    options.
 
-    `dataset` are the keys of the data set that decide what its rows are. ConfigError for a mistake
-    in a step, or for a column that is not there.
+    Args:
+        data: the rows before the steps.
+        dataset: the configuration keys that determine the rows of `data`.
+        tokenizer: that of the job's model; None without one.
+
+    Raises:
+        ConfigError: a step has a mistake, or reads a column that does not exist.
     """
     steps = build_rows(configs)
     if not steps:

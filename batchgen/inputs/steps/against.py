@@ -67,16 +67,16 @@ class Against(TableStep):
         return (self.column,)
 
     def fingerprints(self) -> Mapping[str, str]:
-        """The content of the other data set."""
+        """Return a digest of the other data set."""
         return {"path": self._table.fingerprint}
 
     def made(self, features: Features) -> Features:
-        """No columns; refuses a column that the other data set does not have."""
+        """Return no columns. Raises ConfigError if the other data set lacks the column."""
         self._table.features([self.other or self.column])
         return super().made(features)
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return _Against(self, *self._ngrams())
 
     @cached_property
@@ -84,7 +84,8 @@ class Against(TableStep):
         return SideTable(self.path, self.name, self.split)
 
     def _ngrams(self) -> tuple[Hashes, Any]:
-        """The n-grams of the other data set, sorted, and the first row [n-grams] with each."""
+        """Return the hashes of the other data set's n-grams, sorted and distinct, [N] uint64; and
+        for each the first row that has it, [N] uint32."""
         parts, rows = list[Hashes](), list[Any]()
         column = self.other or self.column
         for number, fields in enumerate(self._table.rows([column])):
@@ -99,6 +100,12 @@ class Against(TableStep):
 
 
 class _Against:
+    """A pass of `Against`.
+
+    Args:
+        hashes, rows: see `Against._ngrams`.
+    """
+
     full = False
 
     def __init__(self, step: Against, hashes: Hashes, rows: Any) -> None:

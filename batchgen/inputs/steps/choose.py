@@ -1,4 +1,5 @@
-"""The row steps `Filter`, `Balance` and `Keep`: by a condition, a few of each kind, or a share."""
+"""The row steps that select rows: `Filter` by a condition, `Balance` a limited number per kind, and
+`Keep` a random share or the first rows."""
 
 from __future__ import annotations
 
@@ -46,16 +47,19 @@ class Filter(TableStep):
     where: str
 
     def made(self, features: Features) -> Features:
-        """No columns; refuses a condition that reads a column which is not there."""
+        """Return no columns. Raises ConfigError if the condition reads a column that does not
+        exist."""
         RowExpression("where", self.where, list(features))
         return super().made(features)
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return _Filter(RowExpression("where", self.where, list(tools.features)), self.where)
 
 
 class _Filter:
+    """A pass of `Filter`."""
+
     full = False
 
     def __init__(self, expression: RowExpression, where: str) -> None:
@@ -101,11 +105,13 @@ class Balance(TableStep):
         return self.by
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return _Balance(self)
 
 
 class _Balance:
+    """A pass of `Balance`: the number of rows of each kind so far, by a digest of the kind."""
+
     full = False
 
     def __init__(self, step: Balance) -> None:
@@ -152,15 +158,15 @@ class Keep(TableStep):
 
     @property
     def has_state(self) -> bool:  # type: ignore[override]
-        """Whether it remembers rows, of which it counts them alone."""
+        """Whether the step remembers rows: with the option `rows`, it counts them."""
         return self.rows is not None
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return self if self.rows is None else _First(self.rows)
 
     def take(self, row: StepRow) -> Taken:
-        """What becomes of a row by its share."""
+        """Keep or drop a row by the hash of its id."""
         assert self.share is not None
         return (
             KEPT
@@ -170,6 +176,8 @@ class Keep(TableStep):
 
 
 class _First:
+    """A pass of `Keep` with the option `rows`."""
+
     def __init__(self, rows: int) -> None:
         self._left = self._rows = rows
 

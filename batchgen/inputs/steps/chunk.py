@@ -29,7 +29,8 @@ _BREAKS = (
     re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])"),
     re.compile(r"\s+"),
 )
-"""Where a text is cut, the best first: between paragraphs, lines, sentences, words."""
+"""Where a text may be cut, in order of preference: between paragraphs, lines, sentences (also after
+CJK punctuation, without a space), words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Chunk(SplittingStep):
             )
 
     def made(self, features: Features) -> Features:
-        """The piece's column."""
+        """Return the piece's column. Raises ConfigError if the column does not hold text."""
         from datasets import Features, Value
         from datasets.features import Json
 
@@ -75,13 +76,13 @@ class Chunk(SplittingStep):
         return Features({self.name: Value("string")})
 
     def stored(self, features: Features) -> Features:
-        """Where the piece stands in the text."""
+        """Return the columns of the piece's start and end in the text, in characters."""
         from datasets import Features, Value
 
         return Features({self._start: Value("int64"), self._end: Value("int64")})
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row. Raises ConfigError for a tokenizer without offsets."""
         if tools.tokenizer is None or not tools.tokenizer.is_fast:
             raise ConfigError(
                 "Chunk needs a model whose tokenizer says where tokens lie in the text (a "
@@ -90,7 +91,7 @@ class Chunk(SplittingStep):
         return _Chunks(self, tools.tokenizer)
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
-        """The piece, which is cut out of the text again."""
+        """Return the piece, cut out of the text again."""
         return {self.name: field_of(fields, self.column)[stored[self._start] : stored[self._end]]}
 
     @property
@@ -102,7 +103,8 @@ class Chunk(SplittingStep):
         return f"{self.name}_end"
 
     def spans(self, text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
-        """Where the pieces of a text begin and end, in characters."""
+        """Yield the start and end of each piece of a text, in characters, without surrounding white
+        space."""
         starts, ends = token_places(text, tokenizer)
         first, count = 0, len(starts)
         while first < count:
@@ -118,8 +120,14 @@ class Chunk(SplittingStep):
             first = self._next(text, starts, first, stop, count)
 
     def _next(self, text: str, starts: Sequence[int], first: int, stop: int, count: int) -> int:
-        """The token at which the next piece begins: at the beginning of a word, if the overlap has
-        one."""
+        """Return the index of the token at which the next piece begins: the first token of the
+        overlap that begins a word, or else `stop`.
+
+        Args:
+            starts: the first character of each token.
+            first, stop: the tokens of the piece before, `stop` excluded.
+            count: the number of tokens of the text.
+        """
         if stop >= count or not self.overlap:
             return stop
         for at in range(max(first + 1, stop - self.overlap), stop):
@@ -130,6 +138,8 @@ class Chunk(SplittingStep):
 
 
 class _Chunks:
+    """A pass of `Chunk`."""
+
     full = False
 
     def __init__(self, step: Chunk, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -151,7 +161,8 @@ class _Chunks:
 
 
 def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The first character of each token of a text, and the one behind its last."""
+    """Return the index of the first character of each token of a text, and the index after its last
+    character."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
         "offset_mapping"
     ]
@@ -159,9 +170,10 @@ def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def _cut(text: str, minimum: int, limit: int) -> int:
-    """The best place for a cut behind `least` and not behind `limit`, the last one of its kind."""
+    """Return the best index for a cut after `minimum` and at most at `limit`: the last break of the
+    preferred kind that occurs there."""
     for kind in _BREAKS:
-        # A place that ends behind `most` may begin before it.
+        # A break must end after `minimum`, though it may begin before.
         ends = [
             match.end() for match in kind.finditer(text, minimum, limit) if match.end() > minimum
         ]
@@ -171,7 +183,7 @@ def _cut(text: str, minimum: int, limit: int) -> int:
 
 
 def _before(starts: Sequence[int], end: int, stop: int) -> int:
-    """The first token that begins at `end` or behind it, of those up to `stop`."""
+    """Return the index of the first token that begins at `end` or later, at most `stop`."""
     while stop > 1 and starts[stop - 1] >= end:
         stop -= 1
     return stop

@@ -77,14 +77,15 @@ class Dedupe(TableStep):
         return self.by
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         if self.cosine is not None:
             return _Vectors(self.by[0], self.cosine)
         return _Exact(self) if self.near is None else _Near(self, self.near)
 
 
 class _Exact:
-    """The values that were there so far: 20 bytes of memory a row, on the disk 16 and its id."""
+    """A pass of `Dedupe` for equal values. A row that is kept takes 20 bytes of memory, and 16
+    bytes and its id on disk."""
 
     full = False
 
@@ -108,6 +109,8 @@ class _Exact:
 
 
 class _Near:
+    """A pass of `Dedupe` for texts that are nearly the same."""
+
     full = False
 
     def __init__(self, step: Dedupe, near: float) -> None:
@@ -129,12 +132,13 @@ class _Near:
 
 
 _ROUNDING, _OF_KEPT = 1e-4, 1e-6
-"""The largest error of a product in float32, and that of a cosine of stored vectors, which are
-rounded to float32. So `cosine: 1` drops equal vectors."""
+"""The maximum error of a dot product in float32, and that of a cosine of stored vectors, which are
+rounded to float32. The tolerance lets `cosine: 1` drop equal vectors."""
 
 
 class _Vectors:
-    """The vectors that were kept, each divided by its length."""
+    """A pass of `Dedupe` for vectors: the vectors of the kept rows, [N, size] float32, each divided
+    by its length."""
 
     full = False
 
@@ -162,9 +166,10 @@ class _Vectors:
         return KEPT
 
     def _vector(self, value: object) -> npt.NDArray[np.float32]:
-        """A row's vector, divided by its length; BadRow if it is none."""
-        numbers = isinstance(value, list) and all(type(x) in (int, float) for x in value)
-        vector = np.array(value if numbers else [], np.float64)
+        """Return a row's vector [size], divided by its length. Raises BadRow if the value is no
+        such vector."""
+        is_numeric = isinstance(value, list) and all(type(x) in (int, float) for x in value)
+        vector = np.array(value if is_numeric else [], np.float64)
         length = math.sqrt(math.fsum(vector * vector))
         if not 0 < length < math.inf or (self._ids and len(vector) != self._kept.shape[1]):
             raise BadRow(

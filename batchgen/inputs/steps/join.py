@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 _BATCH = 1000
+"""Rows of the other table that are read at a time."""
 _MOST_NAMED = 3
+"""The maximum number of repeated keys in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,26 +89,29 @@ class Join(TableStep):
         return tuple(name for name in self._on if name != ROW_ID)
 
     def fingerprints(self) -> Mapping[str, str]:
-        """The content of the other table."""
+        """Return a digest of the other table."""
         return {"path": self._table.fingerprint}
 
     def made(self, features: Features) -> Features:
-        """The columns of the other table; refuses keys of other types, which are never equal."""
+        """Return the columns of the other table. Raises ConfigError for keys of different types,
+        which are never equal."""
         from datasets import Features
 
-        there = self._table.features(self._needed)
+        their_features = self._table.features(self._needed)
         for ours, theirs in self._on.items():
             feature = feature_of(features, ours) if ours != ROW_ID or ours in features else None
-            kinds = _kind(feature), _kind(feature_of(there, theirs))
+            kinds = _kind(feature), _kind(feature_of(their_features, theirs))
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
                     f"{kinds[1]}, so they are never equal"
                 )
-        return Features({ours: feature_of(there, name) for name, ours in self._columns.items()})
+        return Features(
+            {ours: feature_of(their_features, name) for name, ours in self._columns.items()}
+        )
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return _Join(self, tools)
 
     @cached_property
@@ -114,7 +119,7 @@ class Join(TableStep):
         return SideTable(self.path, self.name, self.split)
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """The rows of the other table."""
+        """Yield the rows of the other table."""
         return self._table.rows(self._needed)
 
     @property
@@ -124,6 +129,10 @@ class Join(TableStep):
 
 
 class _Join:
+    """A pass of `Join`. It holds the other table's columns, and digests of its keys in ascending
+    order: `_highs` and `_lows` are the two halves of each, [N] uint64, and `_order` the number of
+    its row in the table."""
+
     full = False
 
     def __init__(self, step: Join, tools: Tools) -> None:
@@ -151,6 +160,7 @@ class _Join:
         return {ours: field_of(fields, name) for name, ours in self._step._columns.items()}
 
     def _refuse_repeated(self) -> None:
+        """Raise ConfigError if the other table has a key twice."""
         same = (self._highs[1:] == self._highs[:-1]) & (self._lows[1:] == self._lows[:-1])
         if not same.any():
             return
@@ -189,11 +199,13 @@ class _Join:
 
 
 def _numbers(data: bytes) -> tuple[int, int]:
+    """Return the two halves of a digest as integers."""
     return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
 
 
 def _has(fields: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether a row has a key: one with nulls has no partner."""
+    """Return whether a row has a value in all these columns. A row with a null in its key has no
+    partner."""
     return all(field_of(fields, name) is not None for name in names)
 
 
@@ -204,7 +216,7 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _kind(feature: Any) -> str | None:
-    """Whether a column holds text or whole numbers; None for others."""
+    """Return whether a column holds text or whole numbers; None for other types."""
     dtype = getattr(feature, "dtype", None)
     if dtype in ("string", "large_string"):
         return "text"

@@ -1,4 +1,4 @@
-"""The row steps `Pick` and `Cross` add pieces such as personas: by chance, or in all
+"""The row steps `Pick` and `Cross`, which add pieces such as personas to rows: at random, or in all
 combinations."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_PIECES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Pieces(TableStep):
-    """A step whose options are pieces by the name of the column that gets them."""
+    """The base of both steps: its options map the name of a column to the pieces for it."""
 
     rest: ClassVar[str | None] = "pieces"
 
@@ -39,13 +39,13 @@ class _Pieces(TableStep):
                 )
 
     def made(self, features: Features) -> Features:
-        """The columns of the pieces."""
+        """Return the columns of the pieces."""
         from datasets import Features
 
         return Features({name: feature for name, (_, feature) in self.lists.items()})
 
     def fingerprints(self) -> Mapping[str, str]:
-        """The content of the files with pieces."""
+        """Return digests of the files with pieces, by the names of their columns."""
         files = {name: piece for name, piece in self.pieces.items() if isinstance(piece, str)}
         return {name: SideTable(path).fingerprint for name, path in files.items()}
 
@@ -92,11 +92,11 @@ class Pick(_Pieces):
 
     @property
     def splits(self) -> bool:  # type: ignore[override]
-        """Whether rows get `#k` behind their ids."""
+        """Whether ids of rows get a suffix `#k`."""
         return self.times is not None
 
     def take(self, row: StepRow) -> Taken:
-        """A row for each of the `times`."""
+        """Return the picked values: `times` times, or once."""
         if self.times is None:
             return [self._picked(row.id)]
         return [self._picked(f"{row.id}#{k}") for k in range(self.times)]
@@ -127,7 +127,8 @@ class Cross(_Pieces):
 
     @cached_property
     def combinations(self) -> Sequence[Mapping[str, Any]]:
-        """The values of the columns, in the order of the rows."""
+        """The values of the columns, in the order of the rows. Raises ConfigError if there are more
+        than `most`."""
         lists = [pieces for pieces, _ in self.lists.values()]
         number = 1
         for pieces in lists:
@@ -140,32 +141,34 @@ class Cross(_Pieces):
         return [dict(zip(self.lists, values, strict=True)) for values in product(*lists)]
 
     def made(self, features: Features) -> Features:
-        """The columns of the pieces; refuses too many combinations."""
+        """Return the columns of the pieces. Raises ConfigError for too many combinations."""
         _ = self.combinations
         return super().made(features)
 
     def take(self, row: StepRow) -> Taken:
-        """A row for each combination."""
+        """Return the values of all combinations."""
         return self.combinations
 
 
 def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
-    """The pieces in a file, and their feature."""
+    """Return the pieces in a file, and their feature. Raises ConfigError for too many, or one that
+    is null."""
     table = SideTable(path)
     features = table.features(())
-    chosen = name if name in features else next(iter(features)) if len(features) == 1 else None
+    column = name if name in features else next(iter(features)) if len(features) == 1 else None
     pieces = []
     for fields in table.rows(()):
-        pieces.append(fields if chosen is None else fields[chosen])
+        pieces.append(fields if column is None else fields[column])
         if len(pieces) > _MOST_PIECES:
             raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")
     if None in pieces:
         raise ConfigError(f"{name}: row {pieces.index(None)} of {Path(path).name} has no piece")
-    return pieces, dict(features) if chosen is None else features[chosen]
+    return pieces, dict(features) if column is None else features[column]
 
 
 def _feature(name: str, pieces: Sequence[Any]) -> Any:
-    """What pieces of a list are, in the terms of datasets."""
+    """Infer the feature (a type of datasets) of the pieces in a list. Raises ConfigError if they
+    have none in common."""
     import pyarrow as pa
     from datasets import Features
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LEAST = 512
+"""The minimum length of a text, in tokens."""
 _ROUNDS = 12
+"""The maximum number of texts that are tried to find the longest one that fits."""
 _FIRST = 8
-"""Units that fit into the shortest length in any case."""
+"""The number of units that is tried first, which always fits into the minimum length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Ruler(TableStep):
             raise ConfigError(f"lengths must be whole numbers from {minimum} on: {short[0]!r}")
 
     def made(self, features: Features) -> Features:
-        """What a row holds."""
+        """Return the columns of a row."""
         from datasets import Features, Value
         from datasets import List as ListOf
 
@@ -86,28 +88,29 @@ class Ruler(TableStep):
         )
 
     def stored(self, features: Features) -> Features:
-        """How long the text is, in units of its task."""
+        """Return the columns that suffice to make the text again: the row's number, and the units
+        of its text."""
         from datasets import Features, Value
 
         return Features({"ruler_index": Value("int64"), "ruler_units": Value("int64")})
 
     def start(self, tools: Tools) -> _Texts:
-        """The step at the first row."""
+        """Start a pass at the first row. Raises ConfigError without a tokenizer."""
         if tools.tokenizer is None:
             raise ConfigError("Ruler needs a model with a tokenizer, which says how long texts are")
         return _Texts(self, tools.tokenizer)
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
-        """The text, which is made again."""
+        """Return the columns of a row, made again."""
         return self.row(stored["ruler_index"], stored["ruler_units"])
 
     def kind(self, index: int) -> tuple[str, int]:
-        """The task and the length of a row."""
+        """Return the task and the length of row `index`."""
         task = self.tasks[index % len(self.tasks)]
         return task, self.lengths[index // len(self.tasks) % len(self.lengths)]
 
     def row(self, index: int, units: int) -> dict[str, Any]:
-        """The columns of row `index` with a number of units of text."""
+        """Return the columns of row `index`, with a text of `units` units."""
         task, length = self.kind(index)
         text = self.text(index, units)
         return {
@@ -119,13 +122,16 @@ class Ruler(TableStep):
         }
 
     def text(self, index: int, units: int) -> RulerText:
-        """The text of row `index` with a number of units: sentences, needles or words."""
+        """Return the text of row `index` with `units` units: sentences, needles or words, by the
+        task."""
         task, length = self.kind(index)
         chance = random.Random(f"ruler {self.seed} {index} {task} {length}")
         return ruler_text(task, length, units, chance)
 
 
 class _Texts:
+    """A pass of `Ruler`."""
+
     full = False
 
     def __init__(self, step: Ruler, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -140,7 +146,8 @@ class _Texts:
         pass
 
     def _units(self, index: int) -> int:
-        """The most units whose text fits, by how long texts of other sizes are."""
+        """Return the largest number of units whose text fits. It is searched for by secant steps,
+        within the bounds of what was seen to fit and not to fit."""
         task, length = self._step.kind(index)
         limit = length - self._step.reserve
         fits, units, last = 0, _FIRST, (0, 0)
@@ -151,9 +158,9 @@ class _Texts:
                 fits = max(fits, units)
             else:
                 too_many = units if too_many is None else min(too_many, units)
-            each = max((tokens - last[1]) / (units - last[0]), 0.1)
+            tokens_per_unit = max((tokens - last[1]) / (units - last[0]), 0.1)
             last = units, tokens
-            guess = units + int((limit - tokens) / each)
+            guess = units + int((limit - tokens) / tokens_per_unit)
             low, high = fits + 1, (too_many or guess + 2) - 1
             if low > high:
                 break

@@ -1,7 +1,9 @@
-"""Generates the texts of RULER's tasks from a random generator, for the row step `Ruler`.
+"""Generates the texts of RULER's tasks with a random generator, for the row step `Ruler`.
 
-Hsieh et al. 2024, arXiv 2404.06654, as in lm-eval 0.4.13 (lm_eval/tasks/ruler: niah_utils.py,
-prepare_niah.py, cwe_utils.py, fwe_utils.py, vt_utils.py). Words and prose are our own.
+The tasks are those of Hsieh et al. 2024, arXiv 2404.06654, as in lm-eval 0.4.13
+(lm_eval/tasks/ruler: niah_utils.py, prepare_niah.py, cwe_utils.py, fwe_utils.py, vt_utils.py). Only
+the words and the prose are our own. *Needles* are the facts that are hidden in a text. The entry
+point is `ruler_text`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _NOUNS = (
     "needle orchard pepper quarry ribbon shelter temple umbrella valley window yard"
 ).split()
 _HOPS = 4
+"""The assignments of a variable to another in a chain of `vt`."""
 _ZETA_OF_2 = 1.6449340668482264
+"""The sum of 1 / k^2 over all k, which normalises the frequencies of coded words in `fwe`."""
 _MANY = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I "
     "will quiz you about the {kind}s afterwards.\n{context}\nWhat are all the special magic "
@@ -62,9 +66,12 @@ _LISTED = (
 )
 _LISTED_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
 _COMMON = 10
+"""The number of common words of `cwe`."""
 _SHORT = 4096
-"""From this length on, common words of `cwe` stand there 30 times and others 3, else 6 and 1."""
+"""From this length on, `cwe` repeats common words 30 times and others 3 times; below, 6 times and
+once."""
 _DEPTHS = 40
+"""The number of depths at which a needle can be in prose."""
 _PROSE = (
     "Nobody in the {noun} had expected such a {adjective} {other}.",
     "When the {noun} came into view, the {other} looked more {adjective} than before.",
@@ -75,12 +82,18 @@ _PROSE = (
     "There was a {noun} on the table, which made the {other} seem {adjective}.",
     "He sold the {adjective} {noun} in spring and never asked about the {other} again.",
 )
-"""Sentences instead of the essays of the definition."""
+"""Templates of sentences, which replace the essays of the original tasks."""
 
 
 @dataclass(frozen=True)
 class RulerText:
-    """A text with its question, the beginning of the answer, and what this must hold."""
+    """A text with its question.
+
+    Attributes:
+        input: the text and the question.
+        answer_prefix: the beginning of the answer.
+        outputs: the texts that the answer must contain.
+    """
 
     input: str
     answer_prefix: str
@@ -89,12 +102,13 @@ class RulerText:
 
 @dataclass(frozen=True)
 class _Needles:
-    """What is hidden in what: in repeated sentences, in prose, or among other needles.
+    """What a task hides in a text.
 
     Attributes:
-        keys: how many keys stand there, each with `values` values.
-        queries: how many of the keys are asked for.
-        uuid_keys, uuid_values: whether these are UUIDs, and not words and numbers.
+        among: the haystack: repeated sentences, prose, or other needles.
+        keys: the number of keys, each with `values` values.
+        queries: the number of keys that are asked for.
+        uuid_keys, uuid_values: whether these are UUIDs instead of words and numbers.
     """
 
     among: Literal["repeat", "prose", "needles"]
@@ -120,7 +134,13 @@ TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
 
 
 def ruler_text(task: str, length: int, units: int, chance: random.Random) -> RulerText:
-    """The text of a task with a number of units: sentences, needles or words."""
+    """Return a text of a task.
+
+    Args:
+        length: the row's length in tokens. It decides the repetitions in `cwe` and the vocabulary
+            of `fwe`.
+        units: the size of the text: sentences, needles or words, by the task.
+    """
     if task == "vt":
         return _chain(chance, units)
     if task == "cwe":
@@ -135,7 +155,7 @@ def _uuid(chance: random.Random) -> str:
 
 
 def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
-    """Needles in a haystack of `units` sentences."""
+    """Return needles in a haystack of `units` sentences."""
     kind = "uuid" if hidden.uuid_values else "number"
 
     def key() -> str:
@@ -151,8 +171,11 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
         values = facts.setdefault(key(), {})
         while len(values) < hidden.values:
             values[value()] = None
-    pairs = [(hidden_key, one) for hidden_key, values in facts.items() for one in values]
-    needles = [_NEEDLE.format(kind=kind, key=hidden_key, value=one) for hidden_key, one in pairs]
+    needles = [
+        _NEEDLE.format(kind=kind, key=hidden_key, value=hidden_value)
+        for hidden_key, values in facts.items()
+        for hidden_value in values
+    ]
     queries = chance.sample(list(facts), hidden.queries) if hidden.queries > 1 else [*facts][:1]
     if hidden.among == "prose":
         context = _in_prose(chance, units, needles)
@@ -166,18 +189,21 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
                     sentences.append(_NEEDLE.format(kind=kind, key=other, value=value()))
         sentences.insert(int(at * (len(sentences) + 1)), *needles)
         context = "\n".join(sentences)
-    one = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
-    wanted = [value for hidden_key in queries for value in facts[hidden_key]]
-    template, prefix = (_NIAH, _NIAH_PREFIX) if len(wanted) == 1 else (_MANY, _MANY_PREFIX)
+    query_text = (
+        queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+    )
+    outputs = [value for hidden_key in queries for value in facts[hidden_key]]
+    template, prefix = (_NIAH, _NIAH_PREFIX) if len(outputs) == 1 else (_MANY, _MANY_PREFIX)
     return RulerText(
-        template.format(kind=kind, context=context, key=one),
-        prefix.format(kind=kind, key=one),
-        wanted,
+        template.format(kind=kind, context=context, key=query_text),
+        prefix.format(kind=kind, key=query_text),
+        outputs,
     )
 
 
 def _in_prose(chance: random.Random, units: int, needles: Sequence[str]) -> str:
-    """Needles in any order, at some of 40 depths of `units` sentences of prose."""
+    """Return `units` sentences of prose, with the needles in random order at random depths out of
+    _DEPTHS."""
     order = chance.sample(list(needles), len(needles))
     depths = sorted(chance.sample(range(_DEPTHS), len(needles)))
     sentences = [_sentence(chance) for _ in range(units)]
@@ -193,7 +219,7 @@ def _sentence(chance: random.Random) -> str:
 
 
 def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
-    """A numbered list of ten common words, each many times, and `units` words that are rarer."""
+    """Return a numbered list of ten common words, each repeated often, and `units` rarer words."""
     words = _different(_COMMON + units, lambda: _syllables(chance))
     common, rare = words[:_COMMON], words[_COMMON:]
     often, seldom = (6, 1) if is_short else (30, 3)
@@ -204,12 +230,13 @@ def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
 
 
 def _syllables(chance: random.Random) -> str:
-    """A word of three syllables, as long as all others, so that none is a part of another one."""
+    """Return a word of three syllables. All such words have the same length, so none is a part of
+    another."""
     return "".join(chance.choice("bdgkmnrstv") + chance.choice("aeiou") for _ in range(3))
 
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:
-    """A number of texts that differ."""
+    """Call `make` until it has returned `count` different texts, and return these."""
     texts: dict[str, None] = {}
     while len(texts) < count:
         texts[make()] = None
@@ -217,7 +244,7 @@ def _different(count: int, make: Callable[[], str]) -> list[str]:
 
 
 def _chain(chance: random.Random, units: int) -> RulerText:
-    """A chain of assignments among `units` lines of noise."""
+    """Return a chain of assignments among `units` lines of noise."""
     names = _different(_HOPS + 1, lambda: "".join(chance.choices(string.ascii_uppercase, k=5)))
     value = str(chance.randrange(10000, 99999))
     lines = [f"VAR {names[0]} = {value}"]
@@ -233,7 +260,7 @@ def _chain(chance: random.Random, units: int) -> RulerText:
 
 
 def _coded(chance: random.Random, units: int, vocabulary: int) -> RulerText:
-    """About `units` coded words, the k-th of which stands there 1 / (zeta(2) k^2) of the times."""
+    """Return about `units` coded words, of which the k-th makes up a share of 1 / (zeta(2) k^2)."""
     words = _different(
         max(vocabulary, 4), lambda: "".join(chance.choices(string.ascii_lowercase, k=6))
     )

@@ -1,4 +1,5 @@
-"""Opens another table for a row step: files, a data set of the hub, or a job's folder."""
+"""Opens the second table of a row step: files, a data set of the Hugging Face hub, or a job's
+folder. `Join`, `Against`, `Pick` and `Cross` use it."""
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 
 
 class SideTable:
-    """A table at a path. That of a job also has its rows' ids, as the column `row_id`, and those of
-    its answers (`q17#3`), as `answer_id`."""
+    """A table at a path. The table of a job also has the ids of its rows, as the column `row_id`,
+    and of its answers (`q17#3`), as `answer_id`.
+
+    Args:
+        path: files as for `dataset.path`, the folder of a complete job, or a data set of the hub.
+        name, split: the configuration and the split of a data set of the hub.
+    """
 
     def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
-        """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
-        hub, whose configuration and split can be named. Raises ConfigError if that cannot be
-        read."""
+        """Take the path. The methods open the table, and raise ConfigError if it cannot be read."""
         self._path, self._name, self._split = step_folder(path), name, split
         self._sources: dict[tuple[str, ...], Source] = {}
         there = Path(self._path).expanduser() / MANIFEST
@@ -39,12 +43,12 @@ class SideTable:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal rows."""
+        """A digest of the rows."""
         return self._source(()).fingerprint
 
     def features(self, columns: Sequence[str]) -> Mapping[str, Any]:
-        """What the columns hold, those that are asked for among them. Raises ConfigError if one of
-        these is not there."""
+        """Return the types of the table's columns, which include `columns`. Raises ConfigError if
+        one of these does not exist."""
         features = dict(self._source(columns).features)
         if self._is_job:
             from datasets import Value
@@ -60,7 +64,7 @@ class SideTable:
         return features
 
     def rows(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """The fields of the rows, at least these columns."""
+        """Yield the fields of each row: at least these columns."""
         with of_table(self._path):
             for row in self._source(columns).rows():
                 source = getattr(row, "source", None)
@@ -71,7 +75,7 @@ class SideTable:
                     yield {ROW_ID: source[ROW_ID], ANSWER_ID: answer, **row.fields}
 
     def _source(self, columns: Sequence[str]) -> Source:
-        """The table; a job is read as far as these columns need it."""
+        """Open the table. Of a job, only what these columns need is read."""
         wanted = tuple(columns) if self._is_job else ()
         if wanted not in self._sources:
             with of_table(self._path):
@@ -82,7 +86,7 @@ class SideTable:
 
 @contextmanager
 def of_table(path: str) -> Iterator[None]:
-    """Name the step's own key in errors about its table."""
+    """Make errors about the table name the step's key `path` instead of `dataset.path`."""
     try:
         yield
     except ConfigError as error:
@@ -102,7 +106,7 @@ def _opened(
         source.learn()
         return source
     from batchgen.inputs.dataset.row_source import (
-        open_dataset,  # takes seconds, and --help needs it not
+        open_dataset,  # importing it takes seconds, and --help does not need it
     )
 
     kind: Literal["files", "hub"] = "files" if _is_local(path) else "hub"

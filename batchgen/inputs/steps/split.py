@@ -1,4 +1,4 @@
-"""The row step `Explode` makes a row of each item of a list."""
+"""The row step `Explode`, which makes a row of each item of a list."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Explode(SplittingStep):
             raise ConfigError(f"most must be at least 1, got {self.most!r}")
 
     def made(self, features: Features) -> Features:
-        """The item's column."""
+        """Return the item's column. Raises ConfigError if the column does not hold lists."""
         from datasets import Features
         from datasets.features import Json, LargeList, List, Value
 
@@ -51,13 +51,13 @@ class Explode(SplittingStep):
         raise ConfigError(f"column {self.column!r} holds {kind}, and Explode takes lists")
 
     def stored(self, features: Features) -> Features:
-        """Nothing: the item is in the data set."""
+        """Return no columns, because the item is in the data set."""
         from datasets import Features
 
         return Features({})
 
     def take(self, row: StepRow) -> Taken:
-        """A row for each item."""
+        """Return a row for each item. Raises BadRow for no list, or one that is too long."""
         items = field_of(row.fields, self.column)
         if not isinstance(items, list):
             what = "null" if items is None else f"{type(items).__name__} {items!r:.40}"
@@ -69,5 +69,5 @@ class Explode(SplittingStep):
         return [{self.name: item} for item in items] or Dropped("the list is empty")
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
-        """The item, which the data set has."""
+        """Return item `k` of the list in the data set."""
         return {self.name: field_of(fields, self.column)[k]}

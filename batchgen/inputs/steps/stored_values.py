@@ -1,4 +1,5 @@
-"""Converts values of columns to and from Arrow: JSON of several types is stored as text."""
+"""Converts values of columns to and from Arrow. JSON of mixed types is stored as text. The row
+index and `Join` use `Storing`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from batchgen.util.text.row_json import value_reader
 
 
 class Storing:
-    """Writes and reads the values of some columns; `schema` has their types in Arrow."""
+    """Writes and reads the values of some columns.
+
+    Attributes:
+        schema: the Arrow types of the stored values.
+    """
 
     def __init__(self, features: Features) -> None:
         kinds = features.arrow_schema
@@ -30,21 +35,24 @@ class Storing:
         }
 
     def encoded(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Values as an Arrow table takes them."""
+        """Return values in the form that an Arrow table stores."""
         return {**values, **_applied(self._encoders, values)}
 
     def decoded(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Values that an Arrow table gave."""
+        """Return values from the form that an Arrow table stores."""
         return {**values, **_applied(self._readers, values)}
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-        """Rows as a table."""
+        """Return rows as an Arrow table."""
         return pa.Table.from_pylist([dict(self.encoded(row)) for row in rows], self.schema)
 
     def value(self, table: pa.Table, row: int) -> Mapping[str, Any]:
-        """A row of such a table."""
+        """Return row `row` of a table that `table` has made."""
         return self.decoded(table.slice(row, 1).to_pylist()[0])
 
 
-def _applied(each: Mapping[str, Callable[[Any], Any]], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: make(values[name]) for name, make in each.items() if name in values}
+def _applied(
+    functions: Mapping[str, Callable[[Any], Any]], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Apply each function to the value of its column, where there is one."""
+    return {name: convert(values[name]) for name, convert in functions.items() if name in values}

@@ -1,5 +1,5 @@
-"""The interface of row steps that drop, split or add rows (`TableStep`); users derive their own
-from it."""
+"""The interface of row steps that drop, split or add rows (`TableStep`). batchgen's own steps and
+those of users derive from it; `Chain` runs them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StepRow:
     """A row as a step sees it.
 
     Attributes:
-        id: the row's id, with `#k` for each step before that made several rows of one.
-        index: the position in the data set of the row that it comes from.
-        fields: the columns of the data set and those of the steps before.
+        id: the row's id, with `#k` for each earlier step that made several rows of one.
+        index: the position of the row of the data set from which it was made.
+        fields: the columns of the data set, and those of earlier steps.
     """
 
     id: str
@@ -29,20 +29,21 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What a step returns for a row that it takes out, with a reason for people."""
+    """What a step returns for a row that it drops, with a readable reason."""
 
     reason: str
 
 
 class BadRow(Exception):
-    """A row that a step cannot read. It becomes an error row of the output (bad_row), with the
-    message as its reason."""
+    """Raised for a row that a step cannot read. The row becomes an error row of the output
+    (bad_row) with this message."""
 
 
 KEPT: Sequence[Mapping[str, Any]] = ({},)
-"""What a step returns for a row that stays as it is."""
+"""What a step returns for a row that it keeps unchanged."""
 Taken = Sequence[Mapping[str, Any]] | Dropped
-"""The values of the step's columns, for each row that the row becomes; or why it is dropped."""
+"""What a step returns for a row: the values of the step's columns for each row that it becomes; or
+`Dropped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Tools:
     """What a step may use besides the rows.
 
     Attributes:
-        features: what the columns of its rows hold, in the terms of datasets.
+        features: the types of the columns before the step, as datasets describes them.
         tokenizer: that of the job's model, if it has one.
     """
 
@@ -59,19 +60,20 @@ class Tools:
 
 
 class Pass(Protocol):
-    """A step on its way through the rows, from the first one on."""
+    """One pass of a step over the rows, from the first one on."""
 
     @property
     def full(self) -> bool:
-        """Whether every later row is dropped, so that no more need be read."""
+        """Whether every later row is dropped, so that no more need to be read."""
         ...
 
     def take(self, row: StepRow) -> Taken:
-        """What becomes of the next row; BadRow if the row lacks what the step needs."""
+        """Return what becomes of the next row. Raises BadRow if the row lacks what the step
+        needs."""
         ...
 
     def close(self) -> None:
-        """Give up what the step holds."""
+        """Free the resources of the pass."""
         ...
 
 
@@ -104,51 +106,57 @@ class TableStep:
 
     @property
     def field_names(self) -> Sequence[str]:
-        """The columns that a row must have; a name with dots is one inside a struct."""
+        """The columns that a row must have. A name with dots means a field of a struct."""
         return ()
 
     @property
     def uncopied(self) -> Sequence[str]:
-        """Columns that are not copied to the output any more, because each new row would repeat
-        them. Prompts can have them still."""
+        """The columns that are no longer copied to the output, because each new row would repeat
+        them. Prompts can still use them."""
         return ()
 
     def made(self, features: Features) -> Features:
-        """The columns that the step adds or replaces, given those of its rows. Raises ConfigError
-        if these do not suit it."""
+        """Return the columns that the step adds or replaces, given the columns before it. Raises
+        ConfigError if the step cannot use those."""
         from datasets import Features
 
         return Features({})
 
     def stored(self, features: Features) -> Features:
-        """What the row index keeps of the values that `take` gave for a row: by default those of
-        all columns."""
+        """Return the columns whose values from `take` the row index stores: by default all that the
+        step makes."""
         return self.made(features)
 
     def fingerprints(self) -> Mapping[str, str]:
-        """Digests of what the rows depend on besides the options, such as the content of a file,
-        by a name for people."""
+        """Return digests of what the rows depend on besides the options, such as the content of a
+        file, by readable names."""
         return {}
 
     def start(self, tools: Tools) -> Pass:
-        """The step at the first row."""
+        """Start a pass at the first row."""
         return self
 
     def take(self, row: StepRow) -> Taken:
-        """See `Pass`; a step that has a state makes an object in `start` instead."""
+        """See `Pass`. A step with state returns another object from `start` and does not define
+        this method."""
         raise NotImplementedError
 
     def close(self) -> None:
         """See `Pass`."""
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
-        """The values of the step's columns, made again for row number `k` of those that `take` made
-        of a row with these fields."""
+        """Recompute the values of the step's columns.
+
+        Args:
+            fields: the row before the step.
+            k: the number of the row among those that `take` made of it.
+            stored: the values that the row index has stored.
+        """
         return stored
 
 
 class SplittingStep(TableStep):
-    """A step that makes rows of what one column of a row holds."""
+    """The base of steps that make several rows of one, from the parts of one column."""
 
     stable = True
     splits = True
@@ -158,7 +166,7 @@ class SplittingStep(TableStep):
 
     @property
     def name(self) -> str:
-        """The column that gets a part."""
+        """The name of the column that gets a part."""
         return self.as_ or self.column.rpartition(".")[2]
 
     @property
@@ -168,5 +176,5 @@ class SplittingStep(TableStep):
 
     @property
     def uncopied(self) -> Sequence[str]:
-        """The whole, unless a part takes its place."""
+        """The whole column, unless its parts replace it."""
         return () if self.name == self.column else (self.column,)

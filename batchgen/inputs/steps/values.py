@@ -1,5 +1,4 @@
-"""Reads values of rows, and turns them into keys: equal values give equal texts, whatever their
-type."""
+"""Reads the columns of rows for row steps, and makes keys of them: equal values have equal keys."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from batchgen.util.shorten import beginning
 
 
 def columns_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of columns, of which there may be one alone."""
+    """Return the names of columns as a tuple, from one name or several."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of one inside a struct, whose name has dots; None if it is not
-    there."""
+    """Return the value of a column, or of a field inside a struct, whose name has dots. None if it
+    does not exist."""
     if name in fields or "." not in name:
         return fields.get(name)
     parts = name.split(".")
@@ -33,14 +32,14 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def feature_of(features: Mapping[str, Any], name: str) -> Any:
-    """The feature of such a column, which is there."""
+    """Return the feature of a column, or of a field inside a struct, which must exist."""
     path = column_path(name, features)
     assert path is not None
     return feature_at(features[path[0]], path[1:])
 
 
 def required_value(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a column; BadRow if it is null."""
+    """Return the value of a column. Raises BadRow if it is null."""
     value = field_of(fields, name)
     if value is None:
         raise BadRow(f"the row has no value in column {name!r}")
@@ -48,8 +47,8 @@ def required_value(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def key_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The values of some columns as one text, which differs where a value or its type does; BadRow
-    if one is null."""
+    """Return the values of some columns as one text, which differs if a value or its type differs.
+    Raises BadRow if one is null."""
     if len(names) == 1 and isinstance(value := required_value(fields, names[0]), str):
         return f"s{value}"
     values = [required_value(fields, name) for name in names]
@@ -57,17 +56,17 @@ def key_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def digest(text: str) -> bytes:
-    """16 bytes that stand for a text."""
+    """Return a digest of 16 bytes of a text."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def hashed_number(*parts: object) -> int:
-    """A number of 64 bits that follows from the parts alone."""
+    """Return a 64-bit hash of the parts, the same in every process."""
     text = "\0".join(map(str, parts))
     return int(xxh64_intdigest(text.encode("utf-8", "surrogatepass")))
 
 
 def value_repr(value: Any) -> str:
-    """A value in a message."""
+    """Return the text of a value for a message, at most 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return beginning(text, 60)

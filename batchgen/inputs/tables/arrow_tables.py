@@ -1,4 +1,8 @@
-"""Reads Parquet and Arrow files whose types may differ, without changing the value of any row."""
+"""Reads Parquet and Arrow files whose columns may differ in type, without changing any value.
+
+`ArrowFiles.of` finds the common columns, and `ArrowFiles.tables` yields the rows. `local_files.py`
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,10 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import value_reader
 
 _ROWS, _BYTES = 10_000, 1 << 24
-"""The most rows of a table, and about the most bytes if it is of Parquet."""
+"""The maximum number of rows of a table; for Parquet also the approximate maximum number of
+bytes."""
 _EXACT = ("bool", "string", "large_string", "float16", "float32", "float64")
+"""The types besides integers whose values JSON represents exactly."""
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -31,8 +37,8 @@ class ArrowFiles:
     """Files of one format, and the columns that hold the rows of all of them.
 
     Attributes:
-        features: what the columns hold in the terms of datasets: JSON where files have types of
-            which none holds the values of all as they are.
+        features: the types of the columns, as datasets describes them. A column is JSON if the
+            files' types have no common type that holds all values unchanged.
         is_mixed: whether there is such a column.
     """
 
@@ -42,20 +48,22 @@ class ArrowFiles:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ArrowFiles:
-        """Look at the types of files. Raises ConfigError if there is one that rows cannot have."""
-        each = [_features(file, schema) for file in files for schema in [_schema(file)]]
-        names = dict.fromkeys(name for features in each for name in features)
+        """Find the common columns of files. Raises ConfigError for a type that rows cannot have."""
+        file_features = [_features(file, schema) for file in files for schema in [_schema(file)]]
+        names = dict.fromkeys(name for features in file_features for name in features)
         columns = {
-            name: reduce(_both, [features[name] for features in each if name in features])
+            name: reduce(_both, [features[name] for features in file_features if name in features])
             for name in names
         }
-        with_json = {name for features in each for name, kind in features.items() if has_json(kind)}
+        with_json = {
+            name for features in file_features for name, kind in features.items() if has_json(kind)
+        }
         mixed = [name for name, kind in columns.items() if name not in with_json and has_json(kind)]
-        # As a whole: Arrow makes no empty struct with JSON in it.
+        # The whole column becomes JSON, because Arrow makes no empty struct with JSON in it.
         return cls(files, Features(columns | dict.fromkeys(mixed, Json())), bool(mixed))
 
     def tables(self) -> Iterator[pa.Table]:
-        """The rows of all files, as tables of the `features`; at least one table."""
+        """Yield the rows of all files, as tables of the `features`; at least one table."""
         yield self.features.arrow_schema.empty_table()
         for file in self.files:
             features = _features(file, _schema(file))
@@ -63,7 +71,7 @@ class ArrowFiles:
                 yield self._as_all(pa.Table.from_batches([batch]), features)
 
     def _as_all(self, table: pa.Table, file_features: Features) -> pa.Table:
-        """A table of a file with features of its `file_features`, with those of all files."""
+        """Convert a table from the features of its file to those of all files."""
         kinds, columns = self.features.arrow_schema, {}
         for name, feature in self.features.items():
             if name not in file_features:
@@ -76,6 +84,7 @@ class ArrowFiles:
 
 
 def _schema(file: Path) -> pa.Schema:
+    """Return the schema of a Parquet or Arrow file."""
     if file.suffix == ".parquet":
         return pq.read_schema(file)
     with pa.memory_map(str(file)) as data, _opened(data) as reader:
@@ -83,6 +92,7 @@ def _schema(file: Path) -> pa.Schema:
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file in batches of limited size."""
     if file.suffix == ".parquet":
         with pq.ParquetFile(file) as rows:
             groups = map(rows.metadata.row_group, range(rows.num_row_groups))
@@ -97,7 +107,7 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _opened(data: pa.NativeFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """A reader of Arrow's format for files, or of that for streams."""
+    """Open data in Arrow's file format, or else in its stream format."""
     try:
         return pa.ipc.open_file(data)
     except pa.ArrowInvalid:
@@ -106,7 +116,13 @@ def _opened(data: pa.NativeFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.Record
 
 
 def _features(file: Path, schema: pa.Schema) -> Features:
-    """What the columns of a file hold. Types that Python shows alike are one type."""
+    """Return the features of a file's columns. Types whose values are equal in Python become one
+    type.
+
+    Raises:
+        ConfigError: two columns have one name, there are too many columns, or rows cannot have a
+            type.
+    """
     fields = []
     if (twice := first_repeated(schema.names)) is not None:
         raise ConfigError(f"dataset.path: {file} has two columns {twice!r}: rename one of them")
@@ -128,8 +144,8 @@ def _features(file: Path, schema: pa.Schema) -> Features:
 
 
 def _both(one: Any, other: Any) -> Any:
-    """The feature that holds the values of two files as they are; where there is none, JSON of
-    those that JSON has, or the first one."""
+    """Return a feature that holds the values of two features unchanged. If there is none: JSON if
+    it represents the values of both exactly, or else the first."""
     if one == other or _is_null(other):
         return one
     if _is_null(one):
@@ -155,7 +171,7 @@ def _is_null(feature: Any) -> bool:
 
 
 def _is_json(feature: Any) -> bool:
-    """Whether JSON has all values of a feature."""
+    """Return whether JSON represents all values of a feature exactly."""
     if isinstance(feature, dict):
         return all(map(_is_json, feature.values()))
     if isinstance(feature, (List, LargeList)):
@@ -166,7 +182,7 @@ def _is_json(feature: Any) -> bool:
 
 
 def _as_json(column: pa.ChunkedArray, file_features: Features, name: str, feature: Any) -> pa.Array:
-    """A column as the feature that has JSON in it."""
+    """Convert a column to a feature that contains JSON."""
     values = column.to_pylist()
     if read := value_reader(file_features.to_dict()[name]):
         values = list(map(read, values))
@@ -177,7 +193,7 @@ def _as_json(column: pa.ChunkedArray, file_features: Features, name: str, featur
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
-    """A column as the type that `storage_type` names, unless it is JSON."""
+    """Convert a column to the type of `storage_type`, unless it is JSON."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.json":

@@ -1,5 +1,5 @@
-"""Reads text files of any encoding: converts them to UTF-8, and finds bytes that break the
-encoding."""
+"""Reads text files in any encoding: converts them to UTF-8, and finds bytes that are invalid in the
+encoding. The readers of JSON, CSV and text use it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.temporary import temporary_name
 
 _CHUNK = 1 << 20
+"""The bytes that are read at a time."""
 
 
 def open_bytes(file: Path) -> GzipFile | BufferedReader:
-    """The content of a file, of a .gz file what it was before it was compressed."""
+    """Open a file to read its bytes, decompressed if its name ends in .gz."""
     return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
 
 
 def is_utf8(encoding: str | None) -> bool:
-    """Whether text in the encoding can be read as UTF-8; None is UTF-8."""
+    """Return whether text in the encoding can be read as UTF-8. None stands for UTF-8."""
     return encoding is None or codecs.lookup(encoding).name in ("utf-8", "utf-8-sig", "ascii")
 
 
 def as_utf8(file: Path, encoding: str, folder: Path, number: int) -> Path:
-    """Rewrite a text file as UTF-8, uncompressed, into a folder; `number` makes the new name.
+    """Write a text file to a folder as UTF-8, uncompressed, and return the new file. An existing
+    one is reused.
+
+    Args:
+        number: part of the new file's name.
 
     Raises:
-        ConfigError: a byte does not belong to the encoding.
+        ConfigError: a byte is invalid in the encoding.
         OSError: a file cannot be read or written.
     """
     suffix = Path(file.name.removesuffix(".gz")).suffix
@@ -46,15 +51,16 @@ def as_utf8(file: Path, encoding: str, folder: Path, number: int) -> Path:
 
 
 def check_encoding(file: Path, encoding: str | None) -> None:
-    """Look for the first byte of a text file that does not belong to its encoding."""
+    """Raise ConfigError, with the position, if a byte of a text file is invalid in its encoding."""
     for _ in _decoded(file, encoding or "utf-8"):
         pass
 
 
 def _decoded(file: Path, encoding: str) -> Iterator[str]:
-    """The text of a file, in pieces."""
+    """Yield the text of a file, in pieces. Raises ConfigError, with the position, for an invalid
+    byte."""
     decoder = codecs.getincrementaldecoder(encoding)()
-    line, start, at_end = 1, 0, False  # start: where in the file the next piece begins
+    line, start, at_end = 1, 0, False  # start: the offset of the next chunk in the file
     with open_bytes(file) as data:
         while not at_end:
             chunk = data.read(_CHUNK)

@@ -1,5 +1,5 @@
-"""Reads JSON lines as the texts of their rows, and finds types for columns that hold all rows'
-values."""
+"""Reads files of JSON lines as the texts of their rows, and finds column types that hold the values
+of all rows. `local_files.py` uses `json_columns` and `json_tables`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from batchgen.inputs.tables.table_formats import check_width, unique_members
 from batchgen.util.temporary import temporary_name
 
 ROW_TEXT = "row"
-"""The column with the text of each row."""
+"""The column with the JSON text of each row."""
 _CHUNK = 1 << 20
-"""About how many bytes become a table."""
+"""The approximate number of bytes of a file that become one table."""
 _HALF_PAIR = re.compile(
     r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
+"""An escaped UTF-16 surrogate without its partner: a high one (D800–DBFF), or a low one."""
 _FEATURES, _HALVES = b"features", b"halves"
+"""The metadata keys of cached `JsonColumns`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class JsonColumns:
     """The columns that hold all rows of JSON lines.
 
     Attributes:
-        features: what they hold in the terms of datasets: JSON where values have several types.
-        schema: the Arrow types that keep them.
-        has_halves: whether a text may hold half of a UTF-16 pair, which Arrow cannot keep.
+        features: the types of the columns, as datasets describes them; JSON if values have several
+            types.
+        schema: the Arrow types that store the columns.
+        has_halves: whether a text may contain a lone UTF-16 surrogate, which Arrow cannot store.
     """
 
     features: Features
@@ -49,12 +52,12 @@ class JsonColumns:
     has_halves: bool
 
     def table(self, texts: Sequence[str]) -> pa.Table:
-        """The rows of some texts as a table of the `features`, in which JSON is text."""
+        """Return a table of the `features`, with JSON as text, from the JSON texts of rows."""
         kinds = self.features.arrow_schema
         if not self.has_halves and not any(map(has_json, self.features.values())):
             lines = "\n".join(texts).encode()
-            size = len(lines) + 1  # one block: a row must not lie in two of them
-            return pyarrow.json.read_json(  # several times as fast
+            size = len(lines) + 1  # one block, because a row must not be split between blocks
+            return pyarrow.json.read_json(  # several times as fast as the way below
                 io.BytesIO(lines),
                 pyarrow.json.ReadOptions(use_threads=False, block_size=size),
                 pyarrow.json.ParseOptions(explicit_schema=kinds),
@@ -73,42 +76,42 @@ class JsonColumns:
 
 
 def json_tables(files: Sequence[Path]) -> Iterator[pa.Table]:
-    """The rows of files of JSON lines as tables of their texts."""
+    """Yield the rows of files of JSON lines, as tables of their texts."""
     for file in files:
         for texts in _chunks(file):
             yield pa.table({ROW_TEXT: pa.array(texts, pa.string())})
 
 
 def parse_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse rows from the texts that `json_tables` yields, after `json_columns` has checked
-    them."""
+    """Parse rows from the texts that `json_tables` yields, which `json_columns` has checked."""
     with _without_collections():
         rows: list[dict[str, Any]] = json.loads(f"[{','.join(texts)}]")
     return rows
 
 
 def json_columns(files: Sequence[Path], cache: Path) -> JsonColumns:
-    """Find the columns of all rows in one pass over the files. The result is kept in the folder
-    `cache`, which belongs to exactly these files.
+    """Find the columns of all rows in one pass over the files. The result is cached in the folder
+    `cache`, which must be used for exactly these files.
 
     Raises:
         ValueError, RecursionError: a row is no JSON object, or has a key twice.
-        ConfigError: there are more columns than can be read.
+        ConfigError: there are too many columns.
     """
-    kept = cache / "columns.arrow"
+    cached = cache / "columns.arrow"
     try:
-        return _unpacked(pa.ipc.read_schema(pa.py_buffer(kept.read_bytes())))
+        return _unpacked(pa.ipc.read_schema(pa.py_buffer(cached.read_bytes())))
     except (OSError, pa.ArrowException):
         columns = _seen_columns(files)
     with suppress(OSError):  # rows can be read without a cache
         cache.mkdir(parents=True, exist_ok=True)
-        part = temporary_name(kept)
+        part = temporary_name(cached)
         part.write_bytes(_packed(columns).serialize().to_pybytes())
-        part.replace(kept)
+        part.replace(cached)
     return columns
 
 
 def _seen_columns(files: Sequence[Path]) -> JsonColumns:
+    """Find the columns without the cache; see `json_columns`."""
     seen, has_halves = SeenValues(), False
     for file in files:
         for texts in _chunks(file):
@@ -123,8 +126,8 @@ def _seen_columns(files: Sequence[Path]) -> JsonColumns:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Parse without Python's search for unreachable objects, of which JSON makes none: that takes a
-    third of the time."""
+    """Turn off Python's garbage collector in the `with` block. JSON creates no cycles, and the
+    collector would take a third of the time of parsing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -135,10 +138,10 @@ def _without_collections() -> Iterator[None]:
 
 
 def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of which each text alone is one. Raises ValueError if a text is none.
+    """Parse rows, and check that each text is one JSON object. Raises ValueError otherwise.
 
-    They are parsed at once, which takes half the time, and between them stands what no file can
-    have, so that no two texts are taken for one row.
+    All texts are parsed in one call, which takes half the time. A random mark between them ensures
+    that no text is completed by its neighbour.
     """
     mark = secrets.token_hex(16)
     between = f',"{mark}",'
@@ -151,23 +154,26 @@ def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _has_pair(text: str) -> bool:
+    """Return whether a text may contain an escaped UTF-16 surrogate."""
     return "\\ud" in text or "\\uD" in text
 
 
 def _packed(columns: JsonColumns) -> pa.Schema:
+    """Convert columns into a schema that can be cached."""
     features = json.dumps(columns.features.to_dict())
     halves = str(int(columns.has_halves))
     return columns.schema.with_metadata({_FEATURES: features, _HALVES: halves})
 
 
 def _unpacked(schema: pa.Schema) -> JsonColumns:
+    """Convert a cached schema into columns."""
     features = Features.from_dict(json.loads(schema.metadata[_FEATURES]))
     halves = schema.metadata[_HALVES] == b"1"
     return JsonColumns(features, schema.remove_metadata(), halves)
 
 
 def _chunks(file: Path) -> Iterator[list[str]]:
-    """The texts of a file's rows, without blank lines, many at a time."""
+    """Yield the texts of a file's rows without blank lines, a list for each chunk."""
     with open_bytes(file) as data:
         while chunk := data.read(_CHUNK):
             lines = (chunk + data.readline()).decode("utf-8-sig").split("\n")
@@ -176,7 +182,7 @@ def _chunks(file: Path) -> Iterator[list[str]]:
 
 
 def _whole(value: Any) -> Any:
-    """The value with its halves of UTF-16 pairs spelled out, which Arrow cannot hold."""
+    """Return the value with its lone UTF-16 surrogates escaped, because Arrow cannot store them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):

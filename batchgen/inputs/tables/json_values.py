@@ -1,5 +1,8 @@
-"""Finds the Arrow type that holds the JSON values of a column; values of mixed types become
-text."""
+"""Finds the Arrow type that holds the JSON values of a column, and converts values to it. Values of
+mixed types become JSON text.
+
+`SeenValues` collects the types of values; `json_encoder` converts values for storage.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from datasets import Value
 from datasets.features import Json, LargeList, List
 
 _MOST_EXACT = 2**53
-"""Integers up to this one are equal to a float of 64 bits."""
+"""All integers up to this one are exactly representable as 64-bit floats."""
 _SCALARS = {str: "string", bool: "bool", float: "float64", int: "int64"}
 
 
 class SeenValues:
-    """What the values at one place of many rows are: their types, and those of what is in them."""
+    """Collects the types of the values at one place of many rows, and the types inside them.
+
+    Attributes:
+        fields: the values of each key, if the values are objects.
+    """
 
     def __init__(self) -> None:
         self._types: set[type] = set()
@@ -29,40 +36,40 @@ class SeenValues:
         self._has_whole_float = False
 
     def add(self, values: Collection[Any]) -> None:
-        """Take in the values of some more rows."""
+        """Add the values of more rows."""
         types = set(map(type, values))
         self._types |= types
         for kind in types:
-            some: Collection[Any] = (
+            same_type: Collection[Any] = (
                 values if len(types) == 1 else [v for v in values if type(v) is kind]
             )
             if kind is dict:
-                self._keys |= set(map(frozenset, set(map(tuple, some))))
+                self._keys |= set(map(frozenset, set(map(tuple, same_type))))
                 if self._is_struct:
-                    self.add_fields(some)
+                    self.add_fields(same_type)
             elif kind is list:
                 self._items = self._items or SeenValues()
-                self._items.add(list(chain.from_iterable(some)))
+                self._items.add(list(chain.from_iterable(same_type)))
             elif kind is int:
-                self._least = min(self._least, min(some))
-                self._most = max(self._most, max(some))
+                self._least = min(self._least, min(same_type))
+                self._most = max(self._most, max(same_type))
             elif kind is float:
-                self._has_whole_float |= any(map(float.is_integer, some))
+                self._has_whole_float |= any(map(float.is_integer, same_type))
 
     def add_fields(self, objects: Collection[dict[str, Any]]) -> None:
-        """Take in what some more objects hold, which may have different keys."""
+        """Add the members of more objects, which may have different keys."""
         for name in dict.fromkeys(chain.from_iterable(dict.fromkeys(map(tuple, objects)))):
             values = [item[name] for item in objects if name in item]
             self.fields.setdefault(name, SeenValues()).add(values)
 
     @property
     def _is_struct(self) -> bool:
-        """Whether all objects have the same keys, so that Arrow adds none to any of them."""
+        """Whether all objects have the same keys, so that Arrow adds no nulls to any of them."""
         return len(self._keys) == 1 and frozenset() not in self._keys
 
     def feature(self) -> Any:
-        """What datasets calls the values: JSON where they have no one type that holds each of them
-        as it is."""
+        """Return the feature (a type of datasets) of the values. It is JSON if no single type holds
+        all of them unchanged."""
         types = self._types - {type(None)}
         if not types:
             return Value("null")
@@ -77,8 +84,8 @@ class SeenValues:
         return Value(_SCALARS[kind])
 
     def stored(self) -> pa.DataType:
-        """The Arrow type that keeps the values: text for JSON; but where all are numbers, and all
-        whole ones are written as integers, numbers."""
+        """Return the Arrow type that stores the values. JSON is stored as text; but a mixture of
+        integers and fractions that floats represent exactly is stored as numbers."""
         feature = self.feature()
         if isinstance(feature, dict):
             return pa.struct([pa.field(n, field.stored()) for n, field in self.fields.items()])
@@ -92,11 +99,12 @@ class SeenValues:
         return feature.pa_type
 
     def _fits(self, minimum: int, limit: int) -> bool:
+        """Return whether all integers are in a range."""
         return minimum <= self._least and self._most <= limit
 
 
 def has_json(feature: Any) -> bool:
-    """Whether a feature of datasets has JSON in it, at any depth."""
+    """Return whether a feature contains JSON, at any depth."""
     if isinstance(feature, (dict, list)):
         return any(map(has_json, feature.values() if isinstance(feature, dict) else feature))
     if isinstance(feature, (List, LargeList)):
@@ -105,8 +113,8 @@ def has_json(feature: Any) -> bool:
 
 
 def storage_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type that keeps the values of another one, at every depth: text for JSON and UUIDs,
-    and what older readers know for the views and runs that newer writers make."""
+    """Return the Arrow type that stores the values of another Arrow type, at every depth: text for
+    UUIDs, and basic types for the views, dictionaries and run-end encodings of newer writers."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return pa.string() if kind.extension_name == "arrow.uuid" else kind.storage_type
@@ -128,13 +136,13 @@ def storage_type(kind: pa.DataType) -> pa.DataType:
 
 
 def mixed_json(value: Any) -> str:
-    """A value as the JSON text that a column of several types holds."""
+    """Return a value as the JSON text that a column of mixed types stores."""
     return json.dumps(value, separators=(",", ":"), default=str).replace("/", "\\/")
 
 
 def json_encoder(feature: Any, stored: pa.DataType) -> Callable[[Any], Any] | None:
-    """A function that makes what Arrow keeps of a value of a column: JSON text of what has several
-    types, unless its place is of numbers; None if Arrow keeps all values as they are."""
+    """Return a function that converts a column's values for storage, with JSON text for values of
+    mixed types. None if Arrow stores all values unchanged."""
     if isinstance(feature, Json):
         return None if pa.types.is_floating(stored) else _text_or_null
     if isinstance(feature, dict):

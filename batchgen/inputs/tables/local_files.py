@@ -1,5 +1,5 @@
-"""Chooses the reader for a file format: batchgen's own readers for text, else those of
-`datasets`."""
+"""Chooses the reader of local files by their format: batchgen's own readers, or else those of
+`datasets`. The entry point is `local_rows`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def check_reading(config: DatasetConfig, kind: str) -> None:
-    """Raise ConfigError for keys that have no meaning for files of a format."""
+    """Raise ConfigError for configuration keys that do not apply to a file format."""
     for key in config.reading:
         if kind not in (TEXT_FORMATS if key == "encoding" else _DELIMITERS):
             what = "text files" if key == "encoding" else ".csv and .tsv files"
@@ -38,8 +38,9 @@ class LocalRows:
     """The reader of some files.
 
     Attributes:
-        json: the columns of rows that it leaves as JSON text.
-        is_mixed: whether values of a column have several types, of which none holds all.
+        builder: yields the rows, for datasets.
+        json: the columns of rows that the builder yields as JSON text; None if it yields columns.
+        is_mixed: whether some column has values of several types without a common one.
     """
 
     builder: DatasetBuilder
@@ -50,14 +51,18 @@ class LocalRows:
 def local_rows(
     kind: str, files: Sequence[Path], config: DatasetConfig, split: str, cache: Path
 ) -> LocalRows:
-    """The rows of files of one format, in the order of the files; `cache` is a folder for these
-    files, read in this way."""
+    """Return a reader of the rows of files, in the order of the files.
+
+    Args:
+        kind: the format of all files; see `table_format`.
+        cache: a folder for exactly these files, read with these options.
+    """
     parts = list(files)
     if config.encoding is not None and not is_utf8(config.encoding):
         parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]
     if kind == "json":
         parts = [json_list_as_lines(part, cache, i) or part for i, part in enumerate(parts)]
-        if {*map(is_json_lines, parts)} - {None} == {True}:  # an empty file has no say
+        if {*map(is_json_lines, parts)} - {None} == {True}:  # None: an empty file
             columns = json_columns(parts, cache)
             builder = TableBuilder(lambda: json_tables(parts), split, str(cache))
             return LocalRows(builder, columns, any(map(has_json, columns.features.values())))
@@ -67,7 +72,7 @@ def local_rows(
     read = _reader(kind, parts, config)
     if read is not None:
         return LocalRows(TableBuilder(read, split, str(cache)))
-    # One value of JSON over many lines is datasets' own idea of a table.
+    # How one JSON value over many lines becomes a table is up to datasets.
     builder = datasets.load_dataset_builder(
         kind,
         data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
@@ -79,7 +84,7 @@ def local_rows(
 def _reader(
     kind: str, files: Sequence[Path], config: DatasetConfig
 ) -> Callable[[], Iterator[pa.Table]] | None:
-    """A function that reads all rows of text files; None if datasets shall read them."""
+    """Return a function that reads all rows of text files; None if datasets should read them."""
     if kind == "txt":
         return lambda: (table for file in files for table in text_tables(file))
     if kind in _DELIMITERS:

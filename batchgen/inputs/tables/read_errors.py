@@ -1,4 +1,5 @@
-"""Turns the errors of libraries that read data into messages for users."""
+"""Converts the errors of libraries that read data into messages for users. Callers catch
+READ_ERRORS and raise `unreadable_table`."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ READ_ERRORS = (
     RuntimeError,
     StopIteration,
 )
-"""What datasets and the libraries that it reads with (pyarrow, pandas, fsspec) raise for data that
-they cannot read. A StopIteration means that a file has no rows."""
+"""What datasets and the libraries below it (pyarrow, pandas, fsspec) raise for data that they
+cannot read. A StopIteration means that a file has no rows."""
 
 
 def unreadable_table(error: BaseException, files: Sequence[Path]) -> ConfigError:
-    """Make an error that names the file, what is wrong with it, and for JSON lines the line."""
+    """Return an error that names the file and what is wrong with it, and for JSON lines the
+    line."""
     cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
-    if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
+    if isinstance(cause, ConfigError):  # raised by our own readers, and wrapped by datasets
         return ConfigError(str(cause))
     if isinstance(cause, OSError) and (
         cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)

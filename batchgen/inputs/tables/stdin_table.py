@@ -1,4 +1,5 @@
-"""Keeps rows that are piped into the command in a file, so that the job can be resumed."""
+"""Saves rows that are piped into the command to a file, so that the job can be resumed
+(`dataset.path=-`)."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.temporary import temporary_name
 
 _CHUNK = 1 << 20
+"""The bytes that are read at a time."""
 
 
 def spooled_stdin(folder: Path) -> Path:
-    """Write what comes in through standard input into a file of a folder, and return that.
+    """Write standard input into a file of a folder, and return the file.
 
-    The file is named by its content. So a job goes on where it stopped when the same rows are piped
-    into the same command again; without them it cannot, as nobody could tell whose rows those of an
-    earlier command are.
+    The file is named by a digest of its content. So a job resumes when the same rows are piped into
+    the same command again. It cannot resume without them, because a saved file does not say to
+    which command it belongs.
+
+    Raises:
+        ConfigError: standard input is a terminal or empty, or the file cannot be written.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
@@ -51,7 +56,7 @@ def spooled_stdin(folder: Path) -> Path:
 
 @contextmanager
 def called_stdin(file: Path) -> Iterator[None]:
-    """Name standard input in errors, not the file in which its rows are kept."""
+    """Make errors within the `with` block name standard input instead of the file with its rows."""
     try:
         yield
     except ConfigError as error:

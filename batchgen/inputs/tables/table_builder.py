@@ -1,4 +1,5 @@
-"""Hands tables that batchgen has read itself to `datasets`, which caches or streams them."""
+"""Passes tables that batchgen has read to `datasets`, which caches or streams them.
+`local_files.py` uses it."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import datasets
 import pyarrow as pa
 
-# datasets replaces names such as `open` and `Path` in the module of a builder: none is used here.
+# datasets patches names such as `open` and `Path` in the module of a builder, so none is used here.
 
 
 class TableBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """A split of rows that come as Arrow tables from `read`. Unless they are streamed, datasets
-    keeps them in the folder `cache`, which belongs to these very rows."""
+    """A split of rows, which `read` yields as Arrow tables. Unless they are streamed, datasets
+    caches them in the folder `cache`, which must be used for exactly these rows."""
 
     def __init__(self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str) -> None:
         self._read_tables, self._split = read, split

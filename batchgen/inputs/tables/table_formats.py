@@ -1,4 +1,4 @@
-"""Recognises the formats of local files, and finds where a file breaks its format."""
+"""Recognises the formats of local files, and finds the line at which a file violates its format."""
 
 from __future__ import annotations
 
@@ -21,44 +21,51 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+"""The format of a file, by the end of its name."""
 SUPPORTED = ", ".join(FORMATS)
+"""The ends of supported files' names, for messages."""
 TEXT_FORMATS = ("json", "csv", "tsv", "txt")
-"""The text formats; their files may be compressed (.gz) and may have another encoding than
+"""The text formats, whose files may be compressed (.gz) and may have an encoding other than
 UTF-8."""
 
 
 MOST_COLUMNS = 10_000
-"""The most columns of a data set."""
+"""The maximum number of columns of a data set."""
 
 
 def table_format(file: Path) -> str | None:
-    """The format of a file by its name; None for an unknown one."""
+    """Return the format of a file by its name; None if it is unknown."""
     name = file.name.removesuffix(".gz")
     kind = FORMATS.get(Path(name).suffix)
     return None if name != file.name and kind not in TEXT_FORMATS else kind
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The innermost of the errors that led to this one."""
+    """Return the innermost of the errors that caused this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def reason(error: BaseException) -> str:
-    """What the innermost error says, as one line."""
+    """Return the type and the message of the innermost error, as one line."""
     error = root_cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
-    """Rewrite a file that is one JSON list as a file with one row per line; None if it is no list.
+    """Rewrite a file that is one JSON list as a file with one row per line. Returns None if the
+    file is no list.
 
-    datasets could read such a list itself, but would keep only ten decimals of its numbers.
+    datasets can read such a list, but keeps only ten decimals of its numbers.
+
+    Args:
+        folder: where the new file is written, unless it exists.
+        number: part of the new file's name.
 
     Raises:
-        ConfigError: the list cannot be read, is empty, or holds something that is no object.
+        ConfigError: the list cannot be read, is empty, or has an item that is no object.
     """
     with open_bytes(file) as data:
         if not data.read(1024).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
@@ -77,13 +84,14 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     if not lines.exists():
         part = temporary_name(lines)
         with part.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)  # ASCII: half pairs, too
+            out.writelines(json.dumps(row) + "\n" for row in rows)  # ASCII, for lone surrogates
         part.replace(lines)
     return lines
 
 
 def is_json_lines(file: Path) -> bool | None:
-    """Whether the first row of a file of JSON is an object on one line; None if there is no row."""
+    """Return whether the first row of a JSON file is an object on one line; None if there is no
+    row."""
     with open_bytes(file) as lines:
         first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), None)
     if first is None:
@@ -100,8 +108,7 @@ def is_json_lines(file: Path) -> bool | None:
 
 
 def check_width(columns: int, file: Path | str) -> None:
-    """Raise ConfigError for a data set with too many columns, because much takes time quadratic in
-    their number."""
+    """Raise ConfigError for too many columns, because much takes time quadratic in their number."""
     if columns > MOST_COLUMNS:
         raise ConfigError(
             f"dataset.path: {file} has {columns:,} columns, and at most {MOST_COLUMNS:,} can be "
@@ -110,7 +117,7 @@ def check_width(columns: int, file: Path | str) -> None:
 
 
 def checked_row(text: str) -> Any:
-    """The value of a line of JSON. Raises ValueError if it is no object, or if one in it has a key
+    """Parse a line of JSON. Raises ValueError if it is no object, or if an object in it has a key
     twice."""
     row = json.loads(text, object_pairs_hook=unique_members)
     if not isinstance(row, dict):
@@ -119,7 +126,7 @@ def checked_row(text: str) -> Any:
 
 
 def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object of its keys and values. Raises ValueError if a key stands twice."""
+    """Make a JSON object of its keys and values. Raises ValueError if a key occurs twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = first_repeated(name for name, _ in pairs)
@@ -128,7 +135,8 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_bad_line(file: Path) -> str | None:
-    """What is wrong with which line of a file of JSON lines; None if each is a JSON object."""
+    """Return a message about the first invalid line of a file of JSON lines; None if all lines are
+    JSON objects, or the file is one value over many lines."""
     number = 0
     try:
         with open_bytes(file) as lines:

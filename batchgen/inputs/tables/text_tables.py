@@ -1,4 +1,5 @@
-"""Reads CSV files and plain text as Arrow tables without guessing types: text stays as it is."""
+"""Reads CSV files and plain text as Arrow tables without guessing types: cells are text unless the
+user gives a type. `local_files.py` uses `CsvReader` and `text_tables`."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 _ROWS = 10_000
-"""Rows of a table."""
+"""The maximum number of rows of a table."""
 
 
 def text_tables(file: Path) -> Iterator[pa.Table]:
-    """The lines of a text file as a column `line`, without their line ends and without blank
+    """Yield the lines of a text file as tables with the column `line`, without line ends and blank
     lines."""
     with _lines(file, newline=None) as lines:
         texts = (line.removesuffix("\n") for line in lines if line.strip())
@@ -37,7 +38,7 @@ def text_tables(file: Path) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True, slots=True)
 class CsvForm:
-    """How the cells of CSV files are written, in the terms of `DatasetConfig`."""
+    """How the cells of CSV files are written; the attributes are as in `DatasetConfig`."""
 
     delimiter: str
     quote_char: str | None = AUTO
@@ -45,20 +46,21 @@ class CsvForm:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether nothing says if quotes surround cells or are text: programs that write tabs
-        between cells do both."""
+        """Whether quotes may surround cells or be text. Programs that separate cells by tabs do
+        both, so this is so if `quote_char` is not set."""
         return self.quote_char == AUTO and self.delimiter == "\t"
 
     @property
     def quotes(self) -> str | None:
-        """The character around cells; None if quotes are text, or are text unless one begins a
-        cell."""
+        """The character that surrounds cells; None if quotes are text. If it is unclear, quotes are
+        text too, and a cell that begins with one is an error."""
         if self.is_unclear:
             return None
         return '"' if self.quote_char == AUTO else self.quote_char
 
     def rows(self, lines: Iterable[str]) -> Iterator[list[str]]:
-        """The rows of these lines, which have their line ends; csv.Error for a wrong quote."""
+        """Return an iterator over the rows of these lines, which have their line ends. Raises
+        csv.Error for a wrong quote."""
         return csv.reader(
             lines,
             strict=True,
@@ -72,11 +74,14 @@ class CsvForm:
 class CsvReader:
     """Reads CSV files, which all have the same header.
 
-    A cell is the text between its delimiters, with the spaces that it has there; in quotes it may
-    hold delimiters and line breaks. After the escape character, a delimiter, a quote, a line break
-    and the escape character itself are text. An empty cell is empty text, or null in a column that
-    `types` gives another Arrow type than string. Lines with nothing on them are left out. A column
-    without a name gets one from its place, such as `Unnamed: 0`.
+    A cell is the text between its delimiters, spaces included. In quotes it may contain delimiters
+    and line breaks. The escape character makes the next delimiter, quote, line break or escape
+    character plain text. An empty cell is empty text, or null in a column to which `types` gives an
+    Arrow type other than string. Blank lines are skipped. A column without a name is named by its
+    position, such as `Unnamed: 0`.
+
+    Args:
+        types: the Arrow types of columns, by name.
     """
 
     def __init__(self, form: CsvForm, types: Mapping[str, str]) -> None:
@@ -84,13 +89,13 @@ class CsvReader:
         self._first: tuple[Path, list[str]] | None = None
 
     def tables(self, file: Path) -> Iterator[pa.Table]:
-        """The rows of a file; at least one table, which may have no rows.
+        """Yield the rows of a file; at least one table, which may have no rows.
 
         Raises:
             ConfigError: a row has more or fewer cells than the header, a quote is never closed or
-                has text behind it, an escape character stands before a letter, a cell is not of
-                its type, the header differs from that of the file before, or the file is not
-                UTF-8. The message names the line.
+                is followed by text, an escape character comes before a letter, a cell is not of its
+                type, the header differs from that of the first file, or the file is not UTF-8. The
+                message names the line.
         """
         with _lines(file, newline="") as lines:
             rows = _rows(file, lines, self._form)
@@ -107,6 +112,8 @@ class CsvReader:
                 yield self._table(file, names, chunk)
 
     def _names(self, file: Path, header: Sequence[str]) -> list[str]:
+        """Return the names of the columns in the header of a file. Raises ConfigError if the header
+        is invalid or differs from that of the first file."""
         names = [name or f"Unnamed: {index}" for index, name in enumerate(header)]
         check_width(len(names), file)
         if (twice := first_repeated(names)) is not None:
@@ -128,6 +135,8 @@ class CsvReader:
         return names
 
     def _table(self, file: Path, names: list[str], rows: list[tuple[int, list[str]]]) -> pa.Table:
+        """Return rows as a table with the columns in the order of the first file. Each row comes
+        with its line number."""
         for line, row in rows:
             if len(row) != len(names):
                 delimiter, quotes = self._form.delimiter, self._form.quotes
@@ -148,6 +157,8 @@ class CsvReader:
         return pa.table(columns)
 
     def _typed(self, file: Path, name: str, cells: pa.Array, lines: list[int]) -> pa.Array:
+        """Convert the cells of a column to the type that the user gave. `lines` are their line
+        numbers."""
         kind = pa.type_for_alias(self._types[name])
         if pa.types.is_string(kind):
             return cells
@@ -164,7 +175,7 @@ class CsvReader:
 
 
 def _rows(file: Path, lines: Iterable[str], form: CsvForm) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV file, each with the number of the line in which it begins."""
+    """Yield the rows of a CSV file, each with the number of the line in which it begins."""
     if form.escape_char is not None:
         lines = _with_clear_escapes(file, lines, form, form.escape_char)
     reader, line = form.rows(lines), 1
@@ -189,7 +200,7 @@ def _rows(file: Path, lines: Iterable[str], form: CsvForm) -> Iterator[tuple[int
 
 
 def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
-    """What is wrong with the quotes of a row, and what to do about it."""
+    """Return what is wrong with the quotes of a row, and how to fix it."""
     text = "or set dataset.quote_char=null if quotes are text"
     if str(error) == "unexpected end of data":
         return f"a quote that opens in this row is never closed: close it, {text}"
@@ -204,8 +215,8 @@ def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
 def _with_clear_escapes(
     file: Path, lines: Iterable[str], form: CsvForm, escape: str
 ) -> Iterator[str]:
-    """The lines. Raises ConfigError for an escape character that stands before anything else than
-    what it makes text, since readers differ in what that means."""
+    """Yield the lines. Raises ConfigError for an escape character before any other character than
+    those that it can make plain text, because CSV readers differ in what that means."""
     special = "".join({escape, form.delimiter, form.quotes or '"', '"', "\n"})
     clear = re.compile(rf"{re.escape(escape)}(?:[{re.escape(special)}]|\r(?!\n))")
     for number, line in enumerate(lines, 1):
@@ -220,6 +231,7 @@ def _with_clear_escapes(
 
 
 def _fits(cell: pa.Scalar, kind: pa.DataType) -> bool:
+    """Return whether a cell can be converted to a type."""
     try:
         cell.cast(kind)
     except pa.ArrowInvalid:
@@ -229,17 +241,19 @@ def _fits(cell: pa.Scalar, kind: pa.DataType) -> bool:
 
 @contextmanager
 def _lines(file: Path, newline: str | None) -> Iterator[io.TextIOWrapper]:
+    """Open a UTF-8 file to read its lines. Raises ConfigError for an invalid byte."""
     try:
         with io.TextIOWrapper(open_bytes(file), encoding="utf-8-sig", newline=newline) as lines:
             yield lines
     except UnicodeDecodeError:
-        check_encoding(file, None)  # says where
+        check_encoding(file, None)  # raises an error with the position
         raise
 
 
 @contextmanager
 def _cells_of_any_size() -> Iterator[None]:
-    """Lift the limit of 128 KiB that Python's csv sets, for the whole process, to a cell."""
+    """Lift the limit of 128 KiB per cell of Python's csv module, which is one setting for the whole
+    process."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield

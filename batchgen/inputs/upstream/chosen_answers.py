@@ -1,5 +1,5 @@
-"""Chooses which answers of other jobs become rows: the keys `errors`, `where`, `best` and `rows` of
-`dataset=job`."""
+"""Chooses which answers of other jobs become rows, by the keys `errors`, `where`, `best` and `rows`
+of `dataset=job`. `JobSource` uses `AnswerSelector`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from batchgen.util.text.row_json import json_readers
 
 Ints = npt.NDArray[np.int64]
 _EXAMPLES = 3
+"""The maximum number of examples of dropped answers."""
 _KEPT = ("row_id", "finish_reason", *KEYS)
+"""The columns that are read of all answers."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The answers of one job that become rows.
+    """The answers of one job that become rows: K answers for R rows.
 
     Attributes:
         answers: [K] the numbers of the answers in their job, ascending.
-        ends: [R] for each row, the number of the K answers up to its end: row r consists of
-            answers[ends[r - 1]:ends[r]].
-        failures: row → why an expression has no value in it.
+        ends: [R] where the answers of each row end: row r consists of answers[ends[r - 1]:ends[r]].
+        failures: for each row in which an expression has no value, the reason.
     """
 
     answers: Ints
@@ -50,8 +51,14 @@ class Chosen:
 
 @dataclass
 class ReadPosition:
-    """How far the answers of a job have been read: the number of the next answer, the key and the
-    row of the last one (-1 if there is none), and the ids of the rows so far."""
+    """How far the answers of a job have been read.
+
+    Attributes:
+        answer: the number of the next answer.
+        key: the sort key (`row_keys`) of the last answer; -1 before the first one.
+        row: the row of the last answer; -1 before the first one.
+        ids: the ids of all rows so far.
+    """
 
     answer: int = 0
     key: int = -1
@@ -60,16 +67,16 @@ class ReadPosition:
 
 
 class AnswerSelector:
-    """Chooses among the answers of jobs, and counts what it leaves out.
+    """Chooses among the answers of jobs, and counts what it drops.
 
     Attributes:
-        left: name of a choice → how many answers, or rows, are left after it.
-        examples: texts that show the first answers that `dataset.where` has left out.
+        left: for each choice, by name, how many answers or rows are left after it.
+        examples: texts that show the first answers that `dataset.where` has dropped.
         num_errors: how many answers are errors.
     """
 
     def __init__(self, config: DatasetConfig, columns: JobColumns) -> None:
-        """Compile the expressions. Raises ConfigError if one of them is wrong."""
+        """Compile the expressions. Raises ConfigError if one is invalid."""
         self._config, self._columns = config, columns
         self.left: dict[str, int] = {}
         self.examples: list[str] = []
@@ -95,21 +102,21 @@ class AnswerSelector:
 
     @property
     def funnel(self) -> tuple[Left, ...]:
-        """How many answers there were, and what is left after each choice."""
+        """The number of answers, and how many are left after each choice."""
         return tuple(Left(choice, rows) for choice, rows in self.left.items())
 
     def of(self, job: GradedShards, number: int, position: ReadPosition | None = None) -> Chosen:
-        """Choose among the answers of a job from `position` on, its start by default. The position
-        is moved to the end of the answers.
+        """Choose among the answers of a job from `position` on, by default from the start. The
+        position is moved to the end of the answers.
 
         Args:
             number: the job's index among the jobs that are read.
 
         Raises:
-            ConfigError: `dataset.best` is no number, or the job has an id twice.
-            JobError: its answers are not in order.
+            ConfigError: `dataset.best` is no number, or two rows of the job have one id.
+            JobError: the answers of the job are not in order.
         """
-        kept, rows, best = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
+        kept, rows, kept_scores = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
         failed: dict[int, str] = {}
         self._count("answers", 0)
         for first, keys, values in self._batches(job, number, position or ReadPosition()):
@@ -118,22 +125,22 @@ class AnswerSelector:
             is_kept = ~is_error if self._config.errors == "drop" else np.ones(len(is_error), bool)
             self._count("answers", len(is_error))
             self._count("dataset.errors=drop", int(is_kept.sum()))
-            value = np.zeros(len(is_kept))
+            scores = np.zeros(len(is_kept))
             if self._where is not None or self._best is not None:
                 for index in np.flatnonzero(is_kept).tolist():
                     fields = values[index]
                     try:
                         is_kept[index] = self._holds(fields)
-                        value[index] = self._value(fields) if is_kept[index] else 0
+                        scores[index] = self._value(fields) if is_kept[index] else 0
                     except ExpressionFailed as error:
                         failed[first + index] = str(error)
             if self._where is not None:
                 self._count("dataset.where", int(is_kept.sum()))
             kept.append(first + np.flatnonzero(is_kept))
             rows.append(np.asarray(keys["row_index"].to_numpy(), np.int64)[is_kept])
-            best.append(value[is_kept])
+            kept_scores.append(scores[is_kept])
         answers, ends = self._grouped(
-            np.concatenate(kept), np.concatenate(rows), np.concatenate(best), failed
+            np.concatenate(kept), np.concatenate(rows), np.concatenate(kept_scores), failed
         )
         if self._config.rows != "samples":
             self._count(f"dataset.rows={self._config.rows}", len(ends))
@@ -146,8 +153,9 @@ class AnswerSelector:
     def _batches(
         self, job: GradedShards, number: int, position: ReadPosition
     ) -> Iterator[tuple[int, pa.Table, list[dict[str, Any]]]]:
-        """The answers from a position on, batch by batch: the number of the first one, the columns
-        _KEPT of all, and the columns that expressions read, by answer. Moves the position on.
+        """Yield the answers from a position on, in batches: the number of the first answer, the
+        columns _KEPT of all, and for each answer the columns that expressions read. Moves the
+        position forward.
 
         Raises:
             ConfigError: two rows have one id.
@@ -181,8 +189,8 @@ class AnswerSelector:
             position.key, position.row = int(keys[-1]), int(rows[-1])
 
     def _holds(self, fields: dict[str, Any]) -> bool:
-        """Whether `dataset.where` is true in an answer; if not, the answer may become an
-        example."""
+        """Return whether `dataset.where` is true for an answer. If it is not, the answer may become
+        an example."""
         if self._where is None or self._where.is_true(fields):
             return True
         if len(self.examples) < _EXAMPLES:
@@ -193,7 +201,7 @@ class AnswerSelector:
         return False
 
     def _value(self, fields: dict[str, Any]) -> float:
-        """The value of `dataset.best` in an answer; null and NaN are lower than all numbers."""
+        """Return the value of `dataset.best` for an answer. Null and NaN become -inf."""
         value = 0.0 if self._best is None else self._best.value(fields)
         if value is None:
             return -math.inf
@@ -208,15 +216,21 @@ class AnswerSelector:
     def _grouped(
         self, answers: Ints, rows: Ints, values: npt.NDArray[np.float64], failed: dict[int, str]
     ) -> tuple[Ints, Ints]:
-        """`Chosen.answers` and `Chosen.ends` of the answers that are left, with their rows and the
-        values of `dataset.best`."""
+        """Return `Chosen.answers` and `Chosen.ends`.
+
+        Args:
+            answers: [A] the numbers of the answers that are left.
+            rows: [A] their rows.
+            values: [A] the values of `dataset.best`.
+            failed: the answers in which an expression has no value, and why.
+        """
         if self._config.rows == "samples":
             return answers, np.arange(1, len(answers) + 1)
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         ends = np.append(starts[1:], len(rows)) if len(rows) else starts
         if self._config.rows == "rows":
             return answers, ends
-        # A row with an answer in which an expression fails becomes an error row, by that answer.
+        # An answer in which an expression fails is chosen, so that its row becomes an error row.
         values[np.isin(answers, list(failed))] = math.inf
         highest = np.maximum.reduceat(values, starts) if len(starts) else values
         is_highest = values == np.repeat(highest, np.diff(starts, append=len(rows)))

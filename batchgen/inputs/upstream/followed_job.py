@@ -1,4 +1,7 @@
-"""A running job whose rows another job reads as they are finished (`dataset.follow`)."""
+"""A running job whose rows another job reads as they are finished (`dataset.follow`).
+
+`follow_job` (read_jobs.py) makes a `FollowedJob`, and `JobSource` reads it.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ class Promise:
     """What is known of a job's output before its rows exist.
 
     Attributes:
-        manifest: the one that it will have, without digests of rows.
+        manifest: the manifest that the job will have, without digests of rows.
         schema: the columns of its rows.
-        post: the steps that grade them.
-        is_of_folder: whether this was read from the job's folder, and not derived from a job that
-            has not begun.
+        post: the steps that grade its rows.
+        is_of_folder: whether this was read from the job's folder; else it was derived from the
+            configuration of a job that has not begun.
     """
 
     manifest: Mapping[str, Any]
@@ -53,24 +56,24 @@ class Promise:
 
     @classmethod
     def of(cls, config: JobConfig, manifest: Manifest, schema: pa.Schema) -> Promise:
-        """The promise of a job with this configuration and manifest."""
+        """Return the promise of a job with this configuration and manifest."""
         return cls(asdict(manifest), schema, config.post)
 
     @classmethod
     def found(cls, reader: JobFolderReader) -> Promise | None:
-        """Read it from a job's folder; None as long as none of its shards is finished.
+        """Read a promise from a job's folder. Returns None until the job's first shard is finished.
 
         Raises:
-            ConfigError: steps that grade it are none of batchgen's own.
+            ConfigError: a step that grades the job is not one of batchgen's own.
             JobError: a file is damaged.
         """
         path = shard_path(reader.path / DATA, 0)
         if not path.exists():
             return None
         post = step_configs(reader.config.get("post") or [], "post")
-        if odd := [step.target for step in post if not is_own(step.target)]:
+        if others := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
-                f"dataset.follow: {reader.storage.display_name} is graded by {odd[0]}, which is "
+                f"dataset.follow: {reader.storage.display_name} is graded by {others[0]}, which is "
                 "not batchgen's own, so the columns of its grades are not known before it ends: "
                 "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
                 "complete)"
@@ -83,15 +86,16 @@ class FollowedJob(GradedShards):
 
     Attributes:
         read, text_column: see `OtherJob`.
+        shards: the shards that were read so far.
         is_complete: whether the job is complete and all its shards were read.
-        needs_grades: whether shards wait for their grades. It is set before the first `learn`.
+        needs_grades: whether a shard is read only when it is graded. Set before the first `learn`.
     """
 
     follows = True
 
     def __init__(self, folder: Path, name: str, promise: Promise) -> None:
-        """The job in a folder, which may not be there yet. Raises ConfigError for a mistake in its
-        steps that grade."""
+        """Take the job in a folder, which may not exist yet. Raises ConfigError for an invalid
+        manifest or an invalid grading step."""
         super().__init__(FolderStorage(folder), str(folder))
         self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
         self.by_adapter = runs_of_row(promise.manifest) > 1
@@ -119,17 +123,18 @@ class FollowedJob(GradedShards):
         return fingerprint_text(*self._grade_digests)
 
     def _check_grades(self) -> None:
-        """Those of shards that were taken up were looked at."""
+        """Do nothing, because `learn` has checked the grades of each shard."""
 
     def learn(self) -> bool:
-        """Read the next shard if it is ready; return whether it was. Sets `is_complete` when no
-        more will come.
+        """Read the next shard if it is ready, and return whether it was. Sets `is_complete` when no
+        more shards will come.
 
         Raises:
-            ConfigError: the job has ended, and its grades are of other steps than it says.
+            ConfigError: the job has ended without grades of the steps that it names.
             JobError: a file is damaged.
         """
-        is_ended = self._is_ended()  # before it is asked for shards: all are there then
+        # Asked before the shards are: if the job had ended by now, all its shards exist.
+        is_ended = self._is_ended()
         number = len(self.shards)
         path = shard_path(self.storage.path / DATA, number)
         if not path.exists():
@@ -141,7 +146,7 @@ class FollowedJob(GradedShards):
             return False
         grades = self._grades_of(number) if self.needs_grades else ""
         if grades is None:
-            if is_ended and self._is_of_folder:  # nobody makes them
+            if is_ended and self._is_of_folder:  # no process will make them any more
                 raise self._unusable("some are missing, or belong to other steps or rows")
             return False
         with CheckedFile(path) as file:
@@ -155,8 +160,8 @@ class FollowedJob(GradedShards):
         return True
 
     def _is_whole(self, file: CheckedFile, number: int) -> bool:
-        """Whether a shard has all rows that it will have: in a job that grows, it may be one of
-        fewer rows or samples, which is replaced."""
+        """Return whether a shard is final. In a job that is extended, a shard may have fewer rows
+        or samples and be replaced later."""
         size = self._rows_per_shard
         if last_row(file) != (number + 1) * size - 1:
             return False
@@ -166,7 +171,8 @@ class FollowedJob(GradedShards):
         return enough == Enough.of(self.schema.metadata)
 
     def _grades_of(self, number: int) -> str | None:
-        """A digest of the grades of a shard; None if there are none of it as it is."""
+        """Return a digest of the grades of a shard; None if there are no grades of the shard's
+        current content."""
         path = shard_path(self.storage.path / GRADES, number)
         if not path.exists():
             return None
@@ -177,8 +183,8 @@ class FollowedJob(GradedShards):
             return file.content_digest()
 
     def _is_ended(self) -> bool:
-        """Whether the job says that it is complete. The file is read again only if it is another
-        one than at the last call."""
+        """Return whether metrics.json says that the job is complete. The file is read again only if
+        it has changed since the last call."""
         try:
             stat = os.stat(self.storage.path / "metrics.json")
         except FileNotFoundError:
@@ -194,4 +200,4 @@ class FollowedJob(GradedShards):
 
 
 ReadableJob = OtherJob | FollowedJob
-"""What rows of other jobs are read from."""
+"""The jobs whose rows can be read."""

@@ -1,4 +1,5 @@
-"""The columns of other jobs' rows: their names in the reading job, and where each comes from."""
+"""The columns of other jobs' rows: their names in the job that reads them, and where each comes
+from. `job_columns` finds them for `JobSource`."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"
-"""The output column that names the answer from which a row is made."""
+"""The output column that names the answer from which a row was made."""
 SAMPLE_INDEX = "sample_index"
-"""The variable of expressions over an answer that is not one of its columns."""
+"""The variable that expressions over an answer have besides its columns."""
 _SOURCE_MARK = b"batchgen.source"
 SOURCE_FIELD = pa.field(
     SOURCE,
@@ -36,14 +37,14 @@ SOURCE_FIELD = pa.field(
 
 @dataclass(frozen=True)
 class JobColumns:
-    """The columns of other jobs by the names that they have here.
+    """The columns of other jobs, by the names that they have in the job that reads them.
 
     Attributes:
-        fields: all that stand in the rows, in the order of the files.
-        source_names: for each name here, the column's name in each of the jobs.
-        given: those that the other jobs copied from their data sets.
-        by_token: those with a value per token, which nobody reads who does not name them.
-        text: the generated text.
+        fields: all columns of the rows, in the order of the files.
+        source_names: for each name, the column's name in each of the jobs.
+        passthrough: the columns that the other jobs copied from their data sets.
+        by_token: the columns with a value per token, which are read only if they are named.
+        text: the column of generated text.
         grades: the columns of the grades.
     """
 
@@ -56,26 +57,27 @@ class JobColumns:
 
     @property
     def flat(self) -> dict[str, pa.Field]:
-        """All columns that have a name of their own: the rows', and grades that share none."""
+        """All columns of the rows, and the grades whose names differ from these."""
         free = {name: field for name, field in self.grades.items() if name not in self.fields}
         return {**self.fields, **free}
 
     @cached_property
     def seen(self) -> VisibleColumns:
-        """What templates and expressions see; expressions over an answer also SAMPLE_INDEX."""
+        """The columns that templates and expressions can use, and SAMPLE_INDEX for expressions over
+        an answer."""
         return VisibleColumns([*self.fields], [*self.grades], (SAMPLE_INDEX,))
 
     def read(self, names: Collection[str] | None) -> tuple[list[str], list[str]]:
-        """The columns of the rows and of the grades that are read where these names are used, or
-        all (None)."""
+        """Return which columns of the rows and of the grades must be read if these names are used.
+        None stands for all names."""
         if names is None:
             names = [name for name in self.seen.names if name not in self.by_token]
         return self.seen.ordered(self.seen.named(names))
 
 
 def with_grades(table: pa.Table, grades: pa.Table) -> pa.Table:
-    """The table with the columns of the grades: all of them as the struct GRADES, and each under
-    its name where the table has no such column."""
+    """Return the table with the columns of the grades added: all as the struct GRADES, and each by
+    its name if the table has no such column."""
     names = grades.column_names
     if not names:
         return table
@@ -87,18 +89,18 @@ def with_grades(table: pa.Table, grades: pa.Table) -> pa.Table:
 
 
 def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumns:
-    """The columns that all the jobs have.
+    """Find the columns that all the jobs have.
 
     Raises:
-        ConfigError: jobs differ in the columns of their data sets, `dataset.rename` names none, or
-            two columns have one name.
+        ConfigError: the jobs copy different columns of their data sets or have different names for
+            the text, `dataset.rename` names an unknown column, or two columns have one name.
     """
-    each = [_of_job(job, config) for job in jobs]
-    first = each[0]
-    for job, other in zip(jobs, each, strict=True):
+    per_job = [_of_job(job, config) for job in jobs]
+    first = per_job[0]
+    for job, other in zip(jobs, per_job, strict=True):
         _check_given(jobs[0], first, job, other, config)
-    if len({other.text for other in each}) > 1:
-        texts = ", ".join(dict.fromkeys(other.text for other in each))
+    if len({other.text for other in per_job}) > 1:
+        texts = ", ".join(dict.fromkeys(other.text for other in per_job))
         raise ConfigError(
             f"dataset.path: the jobs have different names for the generated text ({texts}): give "
             "it one with dataset.text_as=NAME"
@@ -106,12 +108,12 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     shared = {
         name: field
         for name, field in first.fields.items()
-        if all(name in o.fields and o.fields[name].type == field.type for o in each)
+        if all(name in o.fields and o.fields[name].type == field.type for o in per_job)
     }
     grades = {
         name: field
         for name, field in first.grades.items()
-        if all(name in o.grades and o.grades[name].type == field.type for o in each)
+        if all(name in o.grades and o.grades[name].type == field.type for o in per_job)
     }
     if grades and GRADES in shared:
         raise ConfigError(
@@ -120,7 +122,7 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
         )
     return JobColumns(
         shared,
-        {name: tuple(o.source_names[name][0] for o in each) for name in shared},
+        {name: tuple(o.source_names[name][0] for o in per_job) for name in shared},
         tuple(name for name in first.passthrough if name in shared),
         first.by_token & shared.keys(),
         first.text,
@@ -129,18 +131,18 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
 
 
 def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
-    """The columns of one job."""
+    """Return the columns of one job."""
     fields = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
     old_names, text = [field.name for field in fields], job.text_column
     names = renamed(_new_names(job, config, old_names), old_names)
     copied = job.schema.names[: job.schema.names.index(text)]
-    taken = [
+    passthrough = [
         field for field in fields if field.name in copied and _SOURCE_MARK not in _metadata(field)
     ]
     return JobColumns(
         {names[field.name]: field for field in fields},
         {names[old_name]: (old_name,) for old_name in old_names},
-        tuple(names[field.name] for field in taken),
+        tuple(names[field.name] for field in passthrough),
         frozenset(names[field.name] for field in fields if is_per_token(field)),
         names[text],
         {field.name: field for field in job.grade_schema},
@@ -148,11 +150,11 @@ def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
 
 
 def _new_names(job: ReadableJob, config: DatasetConfig, columns: Sequence[str]) -> dict[str, str]:
-    """The columns that get other names, by `dataset.rename` and `dataset.text_as`."""
+    """Return the new names of columns, by `dataset.rename` and `dataset.text_as`."""
     rename, text_as = dict(config.rename or {}), config.text_as
-    if taken := [name for name in (*rename.values(), text_as) if name in ("row_id", *KEYS)]:
+    if fixed := [name for name in (*rename.values(), text_as) if name in ("row_id", *KEYS)]:
         raise ConfigError(
-            f"dataset: no column can be called {taken[0]!r}, which every row of a job has: choose "
+            f"dataset: no column can be called {fixed[0]!r}, which every row of a job has: choose "
             "another name"
         )
     if text_as is None or text_as == job.text_column:
@@ -177,18 +179,19 @@ def _check_given(
     other: JobColumns,
     config: DatasetConfig,
 ) -> None:
-    """Refuse jobs whose data sets differ in columns, unless it is said which are copied."""
+    """Raise ConfigError if two jobs copy different columns of their data sets, unless
+    `dataset.columns` says which to copy."""
     ours = {name: first.fields[name].type for name in first.passthrough}
     theirs = {name: other.fields[name].type for name in other.passthrough}
     names = [*dict.fromkeys([*ours, *theirs])]
     odd = [name for name in names if ours.get(name) != theirs.get(name)]
     if not odd or config.columns is not None:
         return
-    both = ",".join(name for name in names if name not in odd)
+    shared = ",".join(name for name in names if name not in odd)
     raise ConfigError(
         f"dataset.path: the column {odd[0]!r} is {ours.get(odd[0], 'absent')} in "
         f"{first_job.user_path} and {theirs.get(odd[0], 'absent')} in {job.user_path}: choose the "
-        f"columns to copy among those that they share ('dataset.columns=[{both}]')"
+        f"columns to copy among those that they share ('dataset.columns=[{shared}]')"
     )
 
 

@@ -1,4 +1,4 @@
-"""A `Source` whose rows are answers of other jobs (`dataset=job`)."""
+"""A `Source` whose rows are answers of other jobs (`dataset=job`). `open_source` makes it."""
 
 from __future__ import annotations
 
@@ -33,37 +33,46 @@ from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.text.row_json import json_readers
 
 _AT_ONCE = 64
-"""Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+"""The rows that `rows_at` reads together if they are not in order. Each may be in a different row
+group."""
 _LOOK_SECONDS = 0.05
+"""The minimum time between two looks for new shards."""
 _TEXT = " text"
-"""A column of answers that no data set has, because of its space; so is ROW_ID."""
+"""The text of an answer in tables of this module. The space avoids a clash with any column of a
+data set, as in ROW_ID."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRow(Row):
-    """A row that is made of answers of another job; `source` says of which."""
+    """A row that is made of answers of another job.
+
+    Attributes:
+        source: the value of its column `source`, which names the answers.
+    """
 
     source: dict[str, Any] = field(kw_only=True)
 
 
 class JobSource(Source):
-    """The answers of other jobs, which any row can be read of.
+    """The answers of other jobs as rows, with random access.
 
     A job that still runs is followed: its rows are those of the shards that are ready. What is
-    chosen of a shard depends on that shard alone, so the rows are those of the complete job.
+    chosen of a shard depends on that shard alone, so in the end the rows are those of the complete
+    job.
 
-    What the other jobs copied from their data sets is copied again, with the column `source`.
-    `Row.fields` has only columns that are read: those that are copied or named. Memory holds 16
-    bytes for each row, and what one row group of a shard holds in the columns that are read.
+    The columns that the other jobs copied from their data sets are copied again, and the column
+    `source` is added. `Row.fields` has only the columns that are read: those that are copied or
+    named. Memory holds 16 bytes per row, and one row group of a shard with the columns that are
+    read.
     """
 
     def __init__(
         self, jobs: Sequence[ReadableJob], config: DatasetConfig, named: frozenset[str] | None
     ) -> None:
-        """Nothing is read of the answers before the first `learn`.
+        """Take the jobs. Their answers are first read by `learn`.
 
         Args:
-            named: the columns that the reader uses besides those that it copies; None for all.
+            named: the columns that the job uses besides those that it copies; None for all.
 
         Raises:
             ConfigError: a column is unknown or has two meanings.
@@ -80,7 +89,7 @@ class JobSource(Source):
         for job in jobs:
             job.needs_grades = self._graded
         self._read_positions = [ReadPosition() for _ in jobs]
-        # What was chosen, in parts, each with the number of its job, and behind which row it ends.
+        # The chosen answers in parts, each with the number of its job; and the row after each part.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
         self._next_look = 0.0
@@ -103,8 +112,8 @@ class JobSource(Source):
         }
 
     def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """Choose among the answers that have come, which is a pass over what the expressions read;
-        see `Source`. It looks a few times a second at most."""
+        """Choose among the answers of new shards, which reads what the expressions need; see
+        `Source`. Calls in quick succession do nothing."""
         if self._is_complete or time.monotonic() < self._next_look:
             return False
         has_more = False
@@ -158,15 +167,15 @@ class JobSource(Source):
 
     @property
     def num_errors(self) -> int:
-        """How many answers are errors."""
+        """The number of answers that are errors."""
         return self._choice.num_errors
 
     @property
     def fingerprint(self) -> str:
         """See `Source`."""
         facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in self._jobs]
-        prints = [job.grades_digest if self._graded else "" for job in self._jobs]
-        return fingerprint_text("jobs", *facts, *prints)
+        grade_digests = [job.grades_digest if self._graded else "" for job in self._jobs]
+        return fingerprint_text("jobs", *facts, *grade_digests)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`."""
@@ -190,7 +199,7 @@ class JobSource(Source):
         return {**values, SOURCE: row.source}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows before `stop`; see `Source`."""
+        """Yield the columns that are read of the rows before `stop`; see `Source`."""
         pending: list[pa.Table] = []
         for _, table in self._tables(range(stop)):
             pending.append(table)
@@ -205,10 +214,12 @@ class JobSource(Source):
             yield joined.combine_chunks()
 
     def _prefix(self, job: ReadableJob) -> str:
-        """What ids of the job's rows begin with, so that they differ from those of other jobs."""
+        """Return the prefix of the ids of a job's rows, which distinguishes them from those of
+        other jobs."""
         return f"{job.read.name}/" if len(self._jobs) > 1 else ""
 
     def _as_rows(self, tables: Iterator[tuple[Sequence[int], pa.Table]]) -> Iterator[Row]:
+        """Yield rows from tables with their numbers."""
         for indices, table in tables:
             for index, values in zip(indices, table.to_pylist(), strict=True):
                 fields = {name: values[name] for name in self._names}
@@ -218,20 +229,23 @@ class JobSource(Source):
                 yield UpstreamRow(index, values[ROW_ID], fields, failure, source=source)
 
     def _source(self, row_id: str, sample: Any, text: Any) -> dict[str, Any]:
-        """The value of the column `source`, where `text` is a list of texts for all samples."""
+        """Return the value of the column `source`. With `dataset.rows=rows`, `text` is the list of
+        all samples' texts."""
         texts = text if self._lists else [text]
         digest = None if texts == [None] else fingerprint_text(*(one or "" for one in texts))
         sample = None if self._lists else sample
         return {"row_id": row_id, "sample_index": sample, "digest": digest}
 
     def _failure(self, index: int) -> RequestError | None:
+        """Return the error of row `index`; None if it has none."""
         part = bisect_right(self._ends, index)
         first = self._ends[part - 1] if part else 0
         why = self._chosen[part][1].failures.get(index - first)
         return None if why is None else RequestError("bad_row", why)
 
     def _tables(self, indices: Sequence[int]) -> Iterator[tuple[Sequence[int], pa.Table]]:
-        """What is read of the rows with these indices, which ascend, in tables of some of them."""
+        """Yield the columns that are read of the rows with these ascending indices, in tables of
+        several rows, each with the indices of its rows."""
         wanted, at = np.asarray(indices, np.int64), 0
         while at < len(wanted):
             part = bisect_right(self._ends, int(wanted[at]))
@@ -243,31 +257,39 @@ class JobSource(Source):
     def _of_part(
         self, part: int, rows: Ints, first: int
     ) -> Iterator[tuple[Sequence[int], pa.Table]]:
+        """Yield tables of rows of one part, as `_tables` does.
+
+        Args:
+            part: the index of the part in `_chosen`.
+            rows: [R] the numbers of the rows within the part, ascending.
+            first: the number of the part's first row.
+        """
         number, chosen = self._chosen[part]
         ends = chosen.ends[rows]
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
-        offsets = np.cumsum(sizes)  # [R], behind which of the wanted answers each row ends
+        offsets = np.cumsum(sizes)  # [R], where each row ends among the answers that are read
         indices = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
-        done, pending, taken = 0, list[pa.Table](), 0
+        rows_done, pending, answers_read = 0, list[pa.Table](), 0
         for table in self._answers(number, chosen.answers[indices]):
             pending.append(table)
-            taken += len(table)
-            whole = int(np.searchsorted(offsets, taken, side="right"))
-            if whole > done:
-                begin = int(offsets[done - 1]) if done else 0
+            answers_read += len(table)
+            whole = int(np.searchsorted(offsets, answers_read, side="right"))
+            if whole > rows_done:
+                begin = int(offsets[rows_done - 1]) if rows_done else 0
                 cut = int(offsets[whole - 1]) - begin
                 joined = pa.concat_tables(pending).combine_chunks()
                 part_rows = joined.slice(0, cut)
                 if self._lists:
                     part_rows = self._of_rows.in_lists(
-                        part_rows, np.diff(offsets[done:whole], prepend=begin)
+                        part_rows, np.diff(offsets[rows_done:whole], prepend=begin)
                     )
-                yield (first + rows[done:whole]).tolist(), part_rows
-                pending, done = [joined.slice(cut)], whole
+                yield (first + rows[rows_done:whole]).tolist(), part_rows
+                pending, rows_done = [joined.slice(cut)], whole
 
     def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
-        """What is read of some answers of a job, under the names that the columns have here."""
+        """Yield the columns that are read of some answers of a job, under their names in this
+        job."""
         job, known = self._jobs[number], self._columns
         column_of = {name: known.source_names[name][number] for name in self._read}
         columns = list(dict.fromkeys([*job.id_columns, job.text_column, *column_of.values()]))
@@ -285,7 +307,7 @@ class JobSource(Source):
 
 
 def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
-    """Why there are no rows, with examples of what was left out."""
+    """Return the message that no rows are left, with the counts of the choices and examples."""
     names = ", ".join(job.user_path for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
@@ -294,4 +316,5 @@ def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
 
 
 def _each(read: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    """Apply a function to each value of a list."""
     return list(map(read, values))

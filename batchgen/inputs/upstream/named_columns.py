@@ -1,4 +1,5 @@
-"""Finds which columns of its rows a job reads, by the names in its configuration."""
+"""Finds which columns of its rows a job reads, by the names in its configuration. `open_source`
+uses it to read no more columns of other jobs than needed."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ from batchgen.util.templates.row_expression import fields_read
 from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
 _GROUPS = ("rows", "prompt", "constraint", "sampling")
-"""What a job does with a row before its answer is written."""
+"""The configuration groups that use a row before its answer is written."""
 
 
 def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
-    """A superset of the columns that a job reads: every variable of a template or expression, and
-    every other text taken as a column name (`a.b` also as `a`). None means all columns: a text uses
-    `row` whole, or a step is the user's own class."""
+    """Return a superset of the columns that a job reads; None for all columns.
+
+    Every variable of a template or expression counts, and so does every other text, as if it were a
+    column's name (`a.b` also as `a`). All columns are read if a template uses `row` as a whole, or
+    if a step is the user's own class.
+
+    Args:
+        groups: the resolved configuration.
+    """
     steps = [step for step in groups.get("rows") or () if "_target_" in step]
     if not all(is_own(str(step["_target_"])) for step in steps):
         return None
@@ -29,7 +36,7 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
         names |= {TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN}
     read = {name: groups.get(name) for name in _GROUPS}
     sampling = dict(read["sampling"] or {})
-    sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied
+    sampling.pop("until", None)  # its expression reads only output columns
     read["sampling"] = sampling
     for text in _texts([_values(group) for group in read.values()]):
         names |= {text, text.partition(".")[0]}
@@ -48,12 +55,12 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _values(group: Any) -> list[Any]:
-    """What stands in a group or a list, without the names of its keys."""
+    """Return the values of a group or a list, without the group's keys."""
     return [*group.values()] if isinstance(group, Mapping) else [*(group or ())]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts inside of plain values, the keys of mappings included."""
+    """Yield all texts inside of plain values, including the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

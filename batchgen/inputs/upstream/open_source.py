@@ -1,4 +1,4 @@
-"""Opens the rows of a job for any `dataset.kind`."""
+"""Opens the rows of a job, for any `dataset.kind`. The entry point is `open_source`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def open_source(
     images: Collection[str] = (),
 ) -> Source:
     """Open the rows that the configuration names, and check what needs no pass over a stream.
-    `images` are the columns that may hold images.
 
-    `promised` and `wait` are for a job that is followed; see `follow_job`.
+    Args:
+        promised, wait: for a job that is followed; see `follow_job`.
+        images: the columns that may contain images.
 
     Raises:
-        ConfigError: they do not exist, cannot be read, lack a column that the group `dataset`
-            names, or there are none.
+        ConfigError: the rows do not exist, cannot be read, or lack a column that the group
+            `dataset` names; or there are none.
         JobError: a file of another job is damaged.
     """
     group = config.dataset
@@ -48,7 +49,7 @@ def open_source(
         else:
             jobs = read_jobs(group.paths, folder)
         source = JobSource(jobs, group, named_columns(resolved(config)))
-        if not (group.follow and group.paths[0] in promises):  # its folder may be of another time
+        if not (group.follow and group.paths[0] in promises):  # its folder may be of an older run
             source.learn()
             so_far = "so far " * group.follow
             print(f"batchgen: {group.shown}: {so_far}{_described(source)}", file=sys.stderr)
@@ -59,7 +60,7 @@ def open_source(
 
 
 def _described(source: Source) -> str:
-    """A text with the jobs that are read and the number of rows left after each filter."""
+    """Return a text with the number of answers, and how many are left after each choice."""
     if not source.funnel:
         return "no answers"
     first, *others = source.funnel

@@ -1,4 +1,5 @@
-"""Finds the jobs that `dataset.path` names with `dataset=job`."""
+"""Finds the jobs that `dataset.path` names with `dataset=job`: `read_jobs` for complete jobs,
+`follow_job` for one that may run."""
 
 from __future__ import annotations
 
@@ -19,17 +20,22 @@ from batchgen.util.paths import is_url, user_folder
 
 _KEY = "dataset.path"
 _WAIT_SECONDS = 0.5
+"""The time between two looks for the first shard of a job."""
 
 
 def read_jobs(paths: Sequence[str], reader_folder: str | None) -> list[OtherJob]:
-    """The jobs at some paths, globs and URLs, in their order; `reader_folder` is where the
-    reader writes, if that could be one of them.
+    """Return the jobs at some paths, globs and URLs, in their order.
 
-    Each is called by the last names of its path, as many as tell it from the others.
+    The name of each job is the end of its path, with as many folders as are needed to distinguish
+    the jobs.
+
+    Args:
+        reader_folder: the folder of the reading job, which cannot be one of the jobs; None if it
+            has none.
 
     Raises:
-        ConfigError: one of them is no complete job, or is the reader's own folder.
-        JobError: a file of one is damaged.
+        ConfigError: a folder is no complete job, or is the reader's own.
+        JobError: a file of a job is damaged.
     """
     folders = list(dict.fromkeys(folder for path in paths for folder in _folders(path)))
     for folder in folders:
@@ -42,15 +48,17 @@ def read_jobs(paths: Sequence[str], reader_folder: str | None) -> list[OtherJob]
 def follow_job(
     path: str, reader_folder: str | None, promised: Mapping[str, Promise], wait: bool
 ) -> FollowedJob:
-    """The job at a path, which may run.
+    """Return the job at a path, which may still run.
 
     Args:
+        reader_folder: the folder of the reading job; None if it has none.
         promised: what is known of jobs that may not have begun, by their folders.
-        wait: whether to wait for the first shard of a job of which nothing is known.
+        wait: whether to wait for the first shard of a job that is not in `promised`.
 
     Raises:
-        ConfigError: it is no job, is the reader's own, or its first shard is not finished.
-        JobError: a file of it is damaged.
+        ConfigError: the folder is no job or is the reader's own, or its first shard is not
+            finished.
+        JobError: a file of the job is damaged.
     """
     path_given = user_folder(path, _KEY)
     folder = path_given if path in promised else step_folder(path_given)
@@ -59,16 +67,16 @@ def follow_job(
     (name,) = _names([folder])
     if (promise := promised.get(path)) is not None:
         return FollowedJob(Path(folder), name, promise)
-    reader, is_told = _opened(folder), False
+    reader, is_reported = _opened(folder), False
     while (promise := Promise.found(reader)) is None:
         if not wait:
             raise ConfigError(
                 f"{_KEY}: no shard of {folder} is finished, so its columns are not known yet: try "
                 "again when one is"
             )
-        if not is_told:
+        if not is_reported:
             print(f"batchgen: waiting for the first shard of {folder} …", file=sys.stderr)
-        is_told = True
+        is_reported = True
         time.sleep(_WAIT_SECONDS)
     return FollowedJob(Path(folder), name, promise)
 
@@ -78,7 +86,7 @@ def _own_folder(folder: str) -> str:
 
 
 def _folders(path: str) -> list[str]:
-    """The folders that a path means: itself, or what a glob finds."""
+    """Return the folders that a path means: itself, or the matches of a glob."""
     if is_url(path):
         if glob.has_magic(path):
             raise ConfigError(
@@ -117,7 +125,8 @@ def _is_same(folder: str, reader_folder: str) -> bool:
 
 
 def _names(folders: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that differ: as many names of folders for each."""
+    """Return the shortest ends of the paths that differ from each other, all with the same number
+    of folders."""
     parts = [_parts(folder) for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -127,8 +136,8 @@ def _names(folders: Sequence[str]) -> list[str]:
 
 
 def _parts(folder: str) -> list[str]:
-    """The names on the way to a folder. A step of a pipeline goes by its own name, so that the ids
-    of its rows stay when its version changes."""
+    """Return the folder names of a path. The folder of a pipeline step is replaced by the step's
+    name, so that the ids of its rows do not change with its version."""
     names = (
         folder.partition("://")[2].split("/") if is_url(folder) else Path(folder).resolve().parts
     )

@@ -1,4 +1,4 @@
-"""The columns of rows that are made of answers of other jobs."""
+"""The columns of rows that are made of answers of other jobs. `JobSource` uses `AnswerColumns`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 ROW_ID = " id"
-"""The column with the id that a row has here."""
+"""The column with the id of the row in the reading job. Its space avoids a clash with other
+columns."""
 _TEXT_MEANING = "the text of the answer of another job that the row was made from"
 
 
 class AnswerColumns:
-    """What the columns of the jobs become in rows: as they are where a row is made of one answer,
-    and with `dataset.rows=rows` lists, but for what all samples of a row have in common."""
+    """Converts columns of the jobs to columns of rows. If a row is made of one answer, they stay as
+    they are. With `dataset.rows=rows` they become lists with an item per sample, except the columns
+    that all samples of a row share."""
 
     def __init__(self, columns: JobColumns, config: DatasetConfig) -> None:
         self._known, self._config = columns, config
         self._lists = config.rows == "rows"
 
     def copied(self) -> pa.Schema:
-        """The columns that are copied to the output."""
+        """Return the columns that are copied to the output. Raises ConfigError if one is unknown or
+        has a reserved name."""
         known, config = self._known, self._config
         names = list(known.passthrough)
         if config.text_as is not None:
@@ -49,7 +52,7 @@ class AnswerColumns:
         return pa.schema([*map(self._field, names), SOURCE_FIELD])
 
     def _field(self, name: str) -> pa.Field:
-        """A column as it is copied: with what its metadata say of its content alone."""
+        """Return a column as it is copied, with only those metadata that describe its content."""
         if name == GRADES and self._known.grades:
             fields = [(grade, self._type(grade, f)) for grade, f in self._known.grades.items()]
             return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
@@ -63,11 +66,12 @@ class AnswerColumns:
         return pa.field(name, self._type(name, known), metadata=metadata)
 
     def _type(self, name: str, field: pa.Field) -> pa.DataType:
+        """Return the Arrow type of a column."""
         is_list = self._lists and name not in self._known.passthrough
         return pa.list_(field.type) if is_list else field.type
 
     def features(self) -> Features:
-        """What all visible columns hold."""
+        """Return the types of all visible columns, as datasets describes them."""
         known = self._known
 
         def feature(name: str, of: pa.Field) -> Any:
@@ -80,16 +84,22 @@ class AnswerColumns:
         return Features(features)
 
     def in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
-        """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
+        """Return rows as a table with lists.
+
+        Args:
+            table: a row per answer.
+            sizes: [R] the number of answers of each row. Columns that the answers of a row share
+                keep one value per row.
+        """
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
-        once = {*self._known.passthrough, ROW_ID, "row_id"}
+        shared = {*self._known.passthrough, ROW_ID, "row_id"}
         lists = {}
         for name in table.column_names:
             column = table[name].combine_chunks()
             if isinstance(column, pa.ChunkedArray):
                 column = pa.concat_arrays(column.chunks)
-            if name in once:
+            if name in shared:
                 lists[name] = column.take(begins)
             elif name == GRADES and self._known.grades:
                 names = [f.name for f in column.type]

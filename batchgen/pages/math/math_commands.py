@@ -1,4 +1,6 @@
-"""The LaTeX commands that take arguments, for the parser of formulas (`math_parser.py`)."""
+"""The LaTeX commands that take arguments: a function for each, which the parser of formulas
+(`math_parser.py`) calls after it has read the command's token. Each returns the MathML of the
+command. `mathml.py` passes COMMANDS to the parser."""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from batchgen.pages.math.math_elements import math_tag, space, under_over
 from batchgen.pages.math.math_parser import Commands, FormulaParser
 
 _ALIGNED = re.compile(r"(align(ed|at|edat)?|split|eqnarray|gather(ed)?|equation|multline)\*?")
+"""The environments that align the lines of a formula."""
 
 
 def _left_right(at: FormulaParser) -> str:
+    """`\\left( … \\middle| … \\right)`: a formula between delimiters that grow with it."""
     at.skip_spaces()
     nodes = [at.delimiter(at.next())]
     while True:
@@ -29,6 +33,7 @@ def _left_right(at: FormulaParser) -> str:
 
 
 def _environment(at: FormulaParser) -> str:
+    """`\\begin{name} … \\end{name}`: a table."""
     name = at.raw()
     if name in ("array", "alignat", "alignedat") or name.startswith("alignat"):
         at.raw()
@@ -40,46 +45,53 @@ def _environment(at: FormulaParser) -> str:
         lines.append(at.line(("\\end",)))
     if at.next() == "\\end":
         at.raw()
-    if lines[-1] == [""]:  # behind the last \\
+    if lines[-1] == [""]:  # after a final \\
         lines.pop()
     return at.table(lines, "aligned" if _ALIGNED.fullmatch(name) else name)
 
 
 def _root(at: FormulaParser) -> str:
+    """`\\sqrt[index]{base}`."""
     index = at.optional()
     base = at.argument()
     return f"<msqrt>{base}</msqrt>" if index is None else f"<mroot>{base}{index}</mroot>"
 
 
 def _boxed(at: FormulaParser) -> str:
+    """`\\boxed{…}`, with optional arguments that are ignored."""
     while at.optional() is not None:
         pass
     return f'<mrow class="boxed">{at.argument()}</mrow>'
 
 
 def _coloured(at: FormulaParser) -> str:
+    """`\\textcolor{colour}{…}`, without its colour."""
     at.raw()
     return at.argument()
 
 
 def _dropped(at: FormulaParser) -> str:
+    """A command with one argument that shows nothing."""
     at.raw()
     return ""
 
 
 def _long_arrow(at: FormulaParser) -> str:
+    """`\\xrightarrow[below]{above}`."""
     below = at.optional()
     above = at.argument()
     return under_over("<mo>→</mo>", below or "", above)
 
 
 def _modulo(at: FormulaParser) -> str:
+    """`\\pmod{…}`."""
     inside = f'<mi>mod</mi><mspace width="0.33em"></mspace>{at.argument()}'
     left, right = (f'<mo stretchy="false">{fence}</mo>' for fence in "()")
     return f"<mrow>{space(1.0)}{left}{inside}{right}</mrow>"
 
 
 def _negated(at: FormulaParser) -> str:
+    """`\\not` before a symbol, which is struck through."""
     at.skip_spaces()
     token = at.next()
     name = token[1:] if token.startswith("\\") else token
@@ -87,7 +99,7 @@ def _negated(at: FormulaParser) -> str:
 
 
 def _filled(pattern: str) -> Callable[[FormulaParser], str]:
-    """A command that puts its arguments into a pattern."""
+    """Return the function of a command that puts its one or two arguments into a pattern."""
     count = 1 + ("{1}" in pattern)
     return lambda at: pattern.format(*(at.argument() for _ in range(count)))
 
@@ -116,3 +128,4 @@ COMMANDS: Commands = {
     "tag": lambda at: space(2.0) + math_tag("mtext", f"({at.raw()})"),
     "substack": lambda at: at.nested(at.raw()),
 }
+"""The function of each command."""

@@ -1,4 +1,5 @@
-"""Functions that make the MathML elements of LaTeX formulas, as HTML.
+"""Functions that make the MathML elements of LaTeX formulas, as HTML. The parser of formulas calls
+them.
 
 A *node* is the HTML of one element.
 """
@@ -13,27 +14,28 @@ from batchgen.pages.math import math_symbols as symbols
 from batchgen.util.hidden import visible
 
 _FENCES = frozenset("()[]{}|‖⟨⟩⌊⌋⌈⌉")
+"""Brackets that keep their size unless `\\left` or `\\right` comes before them."""
 EMPTY = "<mrow></mrow>"
-"""The element in place of a missing part of a formula."""
+"""The element for a missing part of a formula."""
 
 
 def math_tag(name: str, text: str) -> str:
-    """An element with a text."""
+    """Return an element with a text, which is escaped."""
     return f"<{name}>{escape(visible(text))}</{name}>"
 
 
 def math_row(nodes: list[str]) -> str:
-    """Several nodes as one, in a row."""
+    """Return several nodes as one, side by side."""
     return nodes[0] if len(nodes) == 1 else f"<mrow>{''.join(nodes)}</mrow>"
 
 
 def fence(text: str) -> str:
-    """A bracket that grows with what is in it; empty for white space."""
+    """Return a bracket that grows with its content; empty for white space."""
     return f"<mo>{escape(visible(text))}</mo>" if text.strip() else ""
 
 
 def character(text: str) -> str:
-    """The element of one character: a digit, a letter or an operator."""
+    """Return the element of one character: a digit, a letter or an operator."""
     if text in _FENCES:
         return f'<mo stretchy="false">{text}</mo>'
     if text[0].isdecimal():
@@ -42,10 +44,11 @@ def character(text: str) -> str:
 
 
 def with_scripts(base: str, below: str, above: str) -> str:
-    """A node with its index and its power, one of which can be empty.
+    """Return a node with its subscript and its superscript, one of which can be empty.
 
-    They stand below and above the base if that is a limit (`movablelimits`), a sum or another of
-    the BIG operators, or has something below it or a brace above it already.
+    They are set below and above the base, instead of beside it, if the base is a limit
+    (`movablelimits`), one of the BIG operators such as a sum, or has an element below it or a brace
+    above it.
     """
     if "movablelimits" in base[:30] or base[4:5] in symbols.BIG or base[:10] == "<munder><m":
         return under_over(base, below, above)
@@ -57,24 +60,24 @@ def with_scripts(base: str, below: str, above: str) -> str:
 
 
 def under_over(base: str, below: str, above: str) -> str:
-    """A node with what stands right below and above it."""
+    """Return a node with others below and above it, one of which can be empty."""
     if below and above:
         return f"<munderover>{base}{below}{above}</munderover>"
     return f"<munder>{base}{below}</munder>" if below else f"<mover>{base}{above}</mover>"
 
 
 def stretches(accent: str) -> str:
-    """Whether an accent grows with what is below it, as the value of an attribute."""
+    """Return whether an accent grows with its base, as the value of an attribute."""
     return "true" if accent.startswith(("over", "wide")) else "false"
 
 
 def space(width: float) -> str:
-    """White space, its width in em."""
+    """Return white space of a width in em."""
     return f'<mspace width="{width}em"></mspace>'
 
 
 def text_node(name: str, text: str) -> str:
-    """The element of the text that is the argument of the LaTeX command `name`, such as `text`."""
+    """Return the element of a text, the argument of the LaTeX command `name`, such as `text`."""
     text = re.sub(r"\\([{}$%&#_ ])", r"\1", text)
     return math_tag(
         "mi" if name.startswith(("operator", "math")) and text.isalnum() else "mtext", text

@@ -1,4 +1,5 @@
-"""Parses LaTeX formulas token by token into MathML, with a limit on nesting."""
+"""Parses LaTeX formulas token by token into MathML, with a limit on nesting. `mathml.py` calls
+`FormulaParser.whole`; a *node* is the HTML of one MathML element."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ from batchgen.pages.math.math_elements import (
 )
 
 _DEEPEST = 40
+"""The maximum depth of nesting."""
 _TOKENS = re.compile(r"\\[a-zA-Z]+\*?|\\.|\\|\d+(?:\.\d+)?|\s+|.", re.DOTALL)
+"""A token: a command, an escaped character, a number, white space, or one other character."""
 _TEXTS = frozenset(
     "text textrm textnormal textit textbf textsf texttt mbox hbox mathrm mathit mathsf mathtt "
     "operatorname operatorname* mathop".split()
 )
+"""The commands whose argument is text."""
 _SIZES = re.compile(r"\\[bB]igg?[lrm]?")
+"""The commands that set the size of the delimiter after them."""
 _TABLES = {
     "pmatrix": "()", "bmatrix": "[]", "Bmatrix": "{}", "vmatrix": "||", "Vmatrix": "‖‖",
     "cases": "{ ", "dcases": "{ ", "rcases": " }", "array": "  ",
@@ -35,16 +40,16 @@ CELL_ENDS = ("&", "\\\\", "\\cr")
 
 
 class TooDeepError(Exception):
-    """Raised by a formula that is nested too deeply."""
+    """Raised for a formula that is nested too deeply."""
 
 
 class FormulaParser:
-    """Goes through the tokens of a formula once. Methods that read may raise TooDeepError.
+    """Reads the tokens of a formula once, from left to right. Its methods may raise TooDeepError.
 
     Args:
         source: LaTeX without delimiters.
-        commands: by name, the functions of commands that take arguments.
-        depth: how deeply the formula lies in another one.
+        commands: the functions of commands that take arguments, by name.
+        depth: how deeply the formula is nested in another one.
     """
 
     def __init__(self, source: str, commands: Commands, depth: int = 0) -> None:
@@ -53,7 +58,7 @@ class FormulaParser:
         self._at, self._depth = 0, depth
 
     def whole(self) -> str:
-        """All of the formula. One with line breaks or columns is a table."""
+        """Parse the whole formula. A formula with line breaks or columns becomes a table."""
         lines = [self.line(())]
         while self.peek() in ("\\\\", "\\cr"):
             self._at += 1
@@ -63,11 +68,11 @@ class FormulaParser:
         return self.table(lines, "aligned")
 
     def peek(self) -> str:
-        """The token that is read next; empty at the end."""
+        """Return the next token without reading it; empty at the end."""
         return self._tokens[self._at] if self._at < len(self._tokens) else ""
 
     def next(self) -> str:
-        """The token that is read; empty at the end."""
+        """Read the next token; empty at the end."""
         token = self.peek()
         self._at += 1
         return token
@@ -77,7 +82,7 @@ class FormulaParser:
             self._at += 1
 
     def nodes(self, ends: Collection[str]) -> list[str]:
-        """The nodes up to one of the tokens, which stays unread, or to the end."""
+        """Parse nodes until one of the tokens `ends`, which stays unread, or the end."""
         nodes: list[str] = []
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -91,7 +96,7 @@ class FormulaParser:
         return nodes
 
     def scripted(self) -> str:
-        """A node with its indices, powers and primes."""
+        """Parse a node with its subscripts, superscripts and primes."""
         start = self.peek()
         base = EMPTY if start in ("^", "_", "'") else self.atom()
         below = above = ""
@@ -118,7 +123,7 @@ class FormulaParser:
         return f"<mrow>{base}{space(0.17)}</mrow>" if start[1:] in symbols.FUNCTIONS else base
 
     def argument(self) -> str:
-        """The argument of a command or a script: a group or one node."""
+        """Parse the argument of a command or of a script: a group or one node."""
         self.skip_spaces()
         token = self.peek()
         if token in ("", "}", "&", "\\\\", "\\right", "\\end"):
@@ -126,7 +131,7 @@ class FormulaParser:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise TooDeepError
-        if len(token) > 1 and token.isdecimal():  # \frac12 is a half
+        if len(token) > 1 and token.isdecimal():  # \frac12 is one half: take one digit
             self._tokens[self._at] = token[1:]
             node = math_tag("mn", token[0])
         elif token in ("^", "_"):
@@ -138,14 +143,14 @@ class FormulaParser:
         return node
 
     def group(self, close: str = "}") -> str:
-        """The content between the next token and the one that closes it."""
+        """Parse a group: the next token opens it, and `close` closes it."""
         self._at += 1
         nodes = self.nodes((close,))
         self._at += 1
         return math_row(nodes)
 
     def raw(self) -> str:
-        """The source of an argument in braces, or one token."""
+        """Return the LaTeX source of an argument in braces, or the next token."""
         self.skip_spaces()
         if self.peek() != "{":
             return self.next()
@@ -158,17 +163,17 @@ class FormulaParser:
         return "".join(parts[1:])
 
     def optional(self) -> str | None:
-        """An argument in brackets; None without."""
+        """Parse an argument in brackets; None if there is none."""
         self.skip_spaces()
         return self.group("]") if self.peek() == "[" else None
 
     def atom(self) -> str:
-        """A node without indices; empty for a command that shows nothing."""
+        """Parse a node without scripts; empty for a command that shows nothing."""
         token = self.peek()
         if token == "{":
             return self.group()
         self._at += 1
-        if token == "$":  # of a formula in a box
+        if token == "$":  # delimits a formula inside a text, such as \boxed{$x$}
             return ""
         if token == "~":
             return space(0.33)
@@ -180,7 +185,7 @@ class FormulaParser:
         return self.command(token, token[1:])
 
     def command(self, token: str, name: str) -> str:
-        """The node of a command whose token has been read."""
+        """Parse the node of a command whose token has been read."""
         if (make := self._commands.get(name.removesuffix("*"))) is not None:
             return make(self)
         if name in _TEXTS:
@@ -211,13 +216,13 @@ class FormulaParser:
         )
 
     def delimiter(self, token: str) -> str:
-        """A bracket or the like; a dot is none."""
+        """Return the node of a delimiter such as a bracket; empty for a dot."""
         if token.startswith("\\") and len(token) > 1:
             return fence(symbols.symbol(token[1:]) or token[1:])
         return fence("" if token == "." else token)
 
     def line(self, ends: Collection[str]) -> list[str]:
-        """The cells of a line of a table."""
+        """Parse the cells of one line of a table."""
         cells = ["".join(self.nodes((*CELL_ENDS, *ends)))]
         while self.peek() == "&":
             self._at += 1
@@ -225,7 +230,7 @@ class FormulaParser:
         return cells
 
     def table(self, lines: list[list[str]], name: str) -> str:
-        """A table of cells in lines, between the fences of the environment of that name."""
+        """Return a table of lines of cells, between the fences of the environment `name`."""
         fences = _TABLES.get(name.removesuffix("*"), "  ")
         kind = name if name in ("aligned", "cases") else "cases" if "cases" in name else "matrix"
         rows = "".join(
@@ -235,7 +240,8 @@ class FormulaParser:
         return f"<mrow>{fence(fences[0])}{table}{fence(fences[1])}</mrow>"
 
     def nested(self, source: str) -> str:
-        """A part of the formula that is read again, some levels deeper."""
+        """Parse `source`, a part of this formula, with a new parser. It counts as eight levels of
+        nesting."""
         depth = self._depth + 8
         if depth > _DEEPEST:
             raise TooDeepError

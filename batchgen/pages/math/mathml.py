@@ -1,8 +1,10 @@
-"""Renders LaTeX formulas as MathML Core, which browsers draw without scripts.
+"""Renders LaTeX formulas as MathML Core, which browsers draw without scripts. The entry point is
+`mathml`.
 
-Libraries are not safe for strangers' texts: latex2mathml 3.81 puts text into the page unescaped,
-does not know `aligned`, and raises a dozen kinds of exceptions. Here length and nesting are
-limited, and a formula that is not understood is shown as it is written.
+The formulas come from models and data sets, so they are untrusted. Libraries are not safe for them:
+latex2mathml 3.81 puts text into the page unescaped, does not know `aligned`, and raises a dozen
+kinds of exceptions. Here length and nesting are limited, and a formula that is too long or too deep
+is shown as its source.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from batchgen.pages.math.math_parser import FormulaParser, TooDeepError
 from batchgen.util.hidden import visible
 
 MOST_CHARACTERS = 5_000
-"""A longer formula is shown as it is written."""
+"""The maximum length of a formula. A longer one is shown as its source."""
 
 
 @lru_cache(256)
 def mathml(source: str, *, display: bool = False) -> Markup:
-    """A formula as an element `math`, or as its source in an element `code`.
+    """Return a formula as an element `math`; or as its source in an element `code`, if it is too
+    long or nested too deeply.
 
     Args:
         source: LaTeX without delimiters; any text.
-        display: on a line of its own.
+        display: whether the formula is set on a line of its own.
     """
     if len(source) <= MOST_CHARACTERS:
         try:

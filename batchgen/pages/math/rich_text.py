@@ -1,4 +1,5 @@
-"""Renders a text with Markdown and LaTeX as harmless HTML: no links, no images, no scripts."""
+"""Renders a text with Markdown and LaTeX as harmless HTML: without links, images and scripts. The
+entry point is `rich_text`; the report and the viewer use it."""
 
 from __future__ import annotations
 
@@ -19,61 +20,68 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 MOST_RENDERED = 60_000
-"""The most characters of a rendered text; a longer one is shown as it is."""
+"""The maximum number of characters of a rendered text. A longer one is shown as its source."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around the number of a piece that Markdown must not see. Where a text has these characters of its
-own, they are such pieces."""
+"""Delimiters around the number of a *piece*, a part of the text that Markdown must not see. If
+these characters occur in the text itself, they become pieces, too."""
 _PIECE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+"""A piece in a text."""
 _MARKS = re.compile(
     r"\\\\|\\[$()\[\]]|\$\$|\$|`+|\\boxed\{"
     r"|\\(?:begin|end)\{(?:align|aligned|equation|gather|multline|eqnarray)\*?\}"
     f"|[{_OPEN}{_CLOSE}]"
 )
+"""What begins or ends a formula or code, or is a delimiter of pieces."""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or an escaped character, which is none."""
 _WORDS = re.compile(r"[^\\{}$^_&]*[^\W\d_]{3}[^\\{}$^_&]*")
-"""The content of a box that is text and not a formula."""
+"""The content of a box that is text and no formula."""
 _ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
+"""The closing delimiter of a formula, by the opening one."""
 _TAGS = {
     "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
     "blockquote": "blockquote", "em": "em", "strong": "strong", "table": "table", "thead": "thead",
     "tbody": "tbody", "tr": "tr", "th": "th", "td": "td", "heading": "h5",
 }  # fmt: skip
-"""The elements that Markdown may become, by its token."""
+"""The HTML element of each kind of Markdown token."""
 ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark"}
-"""All elements outside of formulas."""
+"""All HTML elements that occur outside of formulas."""
 
 
 @dataclass
 class _Pieces:
-    """The placeholders for formulas in a text: the source and the HTML of each."""
+    """The pieces of a text: the source and the HTML of each."""
 
     sources: list[str] = field(default_factory=list)
     htmls: list[Markup] = field(default_factory=list)
 
     def add(self, source: str, html: Markup) -> str:
+        """Add a piece, and return its placeholder."""
         self.sources.append(source)
         self.htmls.append(html)
         return f"{_OPEN}{len(self.htmls) - 1}{_CLOSE}"
 
     def html(self, text: str) -> Markup:
-        """Text with pieces as HTML."""
+        """Return a text as HTML, with its placeholders replaced by the HTML of the pieces."""
         pieces = _PIECE.split(text)
         return Markup("").join(
             self.htmls[int(part)] if i % 2 else marked(part) for i, part in enumerate(pieces)
         )
 
     def source(self, text: str) -> str:
-        """Text with pieces as it was."""
+        """Return a text with its placeholders replaced by the sources of the pieces."""
         return _PIECE.sub(lambda match: self.sources[int(match[1])], text)
 
 
 def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -> Markup | None:
-    """A text with its Markdown and its formulas rendered; None if it has neither, or is too long.
+    """Return a text with its Markdown and its formulas rendered; None if it has neither, or is too
+    long.
 
-    Links and images are shown as they are written, HTML is text, and hidden characters are named.
+    Links and images are shown as their source, HTML is shown as text, and hidden characters are
+    named.
 
     Args:
-        most, spans: as for `safe_text.shortened`.
+        limit, spans: as for `safe_text.shortened`.
     """
     ranges = kept(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
@@ -95,9 +103,10 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
 
 
 def formulas(text: str) -> list[tuple[int, int, str, bool]]:
-    """The formulas of a text: start, end, source, and whether it stands on a line of its own.
+    """Find the formulas of a text: the start, the end and the source of each, and whether it is on
+    a line of its own.
 
-    They stand between the delimiters of LaTeX, between `$` (but for prices), or in a box.
+    A formula is between LaTeX delimiters, between `$` (unless these look like prices), or in a box.
     """
     marks = [match for match in _MARKS.finditer(text) if match[0] != "\\\\"]
     closing_braces = _closing_braces(text) if "\\boxed{" in text else {}
@@ -142,7 +151,7 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Where each brace that is closed is closed."""
+    """Return the position of each closing brace, by the position of the brace that it closes."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in _BRACES.finditer(text):
@@ -154,18 +163,22 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _after(offsets: Sequence[int], i: int) -> int | None:
+    """Return the first of the ascending `offsets` that is greater than `i`; None if there is
+    none."""
     at = bisect_left(offsets, i + 1)
     return offsets[at] if at < len(offsets) else None
 
 
 def _is_formula(kind: str, inside: str, after: str) -> bool:
+    """Return whether the text between delimiters of a kind is a formula. `after` is the character
+    after the closing delimiter."""
     if len(inside) > MOST_CHARACTERS or not inside.strip() or "\n\n" in inside:
         return False
     return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or after.isdecimal())
 
 
 def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
-    """A text as HTML, and whether something in it was rendered."""
+    """Return a text as HTML, and whether something in it was rendered."""
     pieces, parts, at, is_rich = _Pieces(), [], 0, False
     for start, end, html in _replaced(text, spans):
         parts += [text[at:start], pieces.add(text[start:end], html)]
@@ -178,7 +191,8 @@ def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
 
 
 def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
-    """The parts that Markdown must not see, in order and without overlaps, with their HTML."""
+    """Return the pieces of a text, in order and without overlaps: the start, the end and the HTML
+    of each."""
     replaced: list[tuple[int, int, Markup]] = []
     for start, end, source, display in formulas(text):
         html = mathml(source.strip(), display=display)
@@ -202,13 +216,13 @@ def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]
 def _markdown() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
-    # What reaches out of the page is not even read: links, images, HTML.
-    out = ["link", "image", "autolink", "html_inline", "html_block", "reference", "entity"]
-    return MarkdownIt("commonmark", {"html": False}).enable("table").disable(out)
+    # Syntax that could refer to anything outside the page is disabled: links, images, HTML.
+    disabled = ["link", "image", "autolink", "html_inline", "html_block", "reference", "entity"]
+    return MarkdownIt("commonmark", {"html": False}).enable("table").disable(disabled)
 
 
 def _html(tokens: Sequence[Token], pieces: _Pieces) -> tuple[Markup, bool]:
-    """Tokens of Markdown as HTML, and whether there is more than paragraphs."""
+    """Return Markdown tokens as HTML, and whether they are more than paragraphs."""
     parts: list[str] = []
     is_rich = False
     for token in tokens:

@@ -1,4 +1,5 @@
-"""The charts of a report: SVG with a text alternative, and the numbers as a table."""
+"""The charts of a report. Each is an SVG with a text alternative, and its numbers as a table.
+`sections.py` and the pipeline's page use them."""
 
 from __future__ import annotations
 
@@ -29,26 +30,34 @@ from batchgen.pages.report.svg import (
 from batchgen.util.shorten import both_ends
 
 _LEAST_BINS, _BINS = 8, 30
+"""The minimum width of a histogram and the maximum number of its bins, both in bins."""
 _MOST_COLUMNS = 64
+"""The maximum number of columns of `numbers`."""
 LINE = 24
-"""Height of a line of bars."""
+"""The height of a line of bars, in pixels."""
 LABEL = 26
-"""Characters of a label beside a bar."""
+"""The maximum number of characters of a bar's label."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its numbers as a table."""
+    """A chart, and its numbers as a table.
+
+    Attributes:
+        note: a text below the title; may be empty.
+        header: the names of the table's columns.
+        rows: the lines of the table.
+    """
 
     title: str
-    note: str  # may be empty
+    note: str
     svg: Markup
     header: tuple[str, ...] = ()
     rows: Sequence[tuple[str, ...]] = ()
 
 
 def label(name: str, limit: int = LABEL) -> str:
-    """A name as it stands beside a bar."""
+    """Return a name, shortened as the label of a bar."""
     return both_ends(name, limit)
 
 
@@ -62,8 +71,15 @@ def bars(
     number: Callable[[float], str] = "{:,}".format,
     ranked: bool = True,
 ) -> Chart:
-    """Counts of kinds, or other amounts that `number` says in words, the largest first if they are
-    `ranked`; the first 20."""
+    """Return a bar chart of counts, or of other amounts.
+
+    Args:
+        counts: the amount of each kind, of which 20 are drawn.
+        name: the heading of the kinds.
+        unit: the heading of the amounts.
+        number: formats an amount.
+        ranked: whether the largest amounts come first; else the order is kept.
+    """
     items = list(counts.items())
     if ranked:
         items.sort(key=lambda item: -item[1])
@@ -86,7 +102,7 @@ def bars(
 
 
 def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
-    """How many values have which length."""
+    """Return a histogram of lengths."""
     top = len(lengths.counts) - 1
     low = int(np.flatnonzero(lengths.counts)[0])
     width = max(int(np.ceil((top - low + 1) / _BINS)), 1)
@@ -118,7 +134,8 @@ def numbers(
     note: str,
     of: int | None = None,
 ) -> Chart:
-    """How often each small number occurs, as shares of `of`, or of all."""
+    """Return a chart of how often each small number occurs, as shares of `of`, by default of
+    all."""
     bars = {n: counts[n] for n in sorted(counts)[:_MOST_COLUMNS]}
     total = of or sum(counts.values()) or 1
     first, last = min(bars), max(bars)
@@ -133,7 +150,7 @@ def numbers(
 def over_time(
     title: str, points: Sequence[tuple[float, float]], y_name: str, note: str = ""
 ) -> Chart:
-    """A line over seconds."""
+    """Return a line chart of points (seconds, value)."""
     last, highest = points[-1][0], max(value for _, value in points)
     divisor, unit = next(((d, u) for d, u in ((3600, "hours"), (60, "minutes")) if last > 3 * d),
                          (1, "seconds"))  # fmt: skip
@@ -154,7 +171,12 @@ def over_time(
 
 
 def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
-    """How often each expert was used, by layer: the darker, the more."""
+    """Return a heat map of how often each expert was used, by layer.
+
+    Args:
+        counts: [L, E], how often each expert of each layer was used.
+        layers: [L], the numbers of the layers.
+    """
     height = min(max(260 / len(layers), 2.0), 14.0)
     width = (WIDTH - LEFT - RIGHT) / counts.shape[1]
     loads = counts / np.maximum(counts.mean(1, keepdims=True), 1e-9)
@@ -183,12 +205,14 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
 
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
-    """Tokens per second and finished answers over time, if there are enough points."""
+    """Return charts of tokens per second and of finished answers over time; none for fewer than
+    three points. A point is (seconds, finished answers, generated tokens)."""
     if len(points) < 3:
         return []
     if points[0][0] > 0:
         points = [(0, 0, 0), *points]
-    # Many rows end in one step, and their tokens come at once: a speed is a mean over some time.
+    # Many rows end in one step and their tokens are counted at once, so speeds are averaged over at
+    # least a thirtieth of the time.
     thin = [points[0]]
     for point in points:
         if point[0] - thin[-1][0] >= points[-1][0] / 30:

@@ -1,5 +1,5 @@
-"""The charts of scores in a report: intervals, score by length, and the samples of each
-question."""
+"""The charts of scores in a report: confidence intervals, score against length, and the marks of
+each question's samples. `sections.py` uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from batchgen.util.text.text_table import percent_text as exact_percent
 
 
 def score_by_length(lengths: Lengths) -> Chart:
-    """The mean mark of answers of about equal length, with ± two standard errors."""
+    """Return a chart of the mean mark by the length of answers, with two standard errors up and
+    down. The answers are in groups of about equal number."""
     total = np.cumsum(lengths.marked)
     count = int(min(10, max(total[-1] // 10, 1)))
     edges = np.searchsorted(total, np.linspace(0, total[-1], count + 1)[1:] - 0.5)
@@ -63,7 +64,13 @@ def score_by_length(lengths: Lengths) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A share, or another number, with its 95% interval; None where that is not known."""
+    """A share, or another number, with its 95% interval.
+
+    Attributes:
+        value: None if unknown.
+        low, high: the ends of the interval; None if unknown.
+        kind: the CSS class of the interval.
+    """
 
     name: str
     value: float | None
@@ -72,8 +79,10 @@ class Estimate:
     kind: str = ""
 
 
-_TWO_LINES = 40  # height of an interval with its name above it
-_ABOVE = 60  # characters of a name above an interval
+_TWO_LINES = 40
+"""The height of an interval with its name above it, in pixels."""
+_ABOVE = 60
+"""The maximum number of characters of a name above an interval."""
 
 
 def intervals(
@@ -82,9 +91,13 @@ def intervals(
     note: str,
     format_value: Callable[[float | None], str] = exact_percent,
 ) -> Chart:
-    """Estimates below each other, with their intervals; names that are long stand above these.
-    `format_value` writes them; on an axis of other numbers than shares there are those that
-    occur."""
+    """Return a chart of estimates below each other, with their intervals. If some name is long, all
+    names are above the intervals.
+
+    Args:
+        format_value: formats values. The axis covers round shares for the default, and else the
+            range of the values.
+    """
     above = any(len(e.name) > LABEL for e in estimates)
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
@@ -120,19 +133,26 @@ def intervals(
 
 
 def _range(shares: Sequence[float]) -> tuple[float, float]:
-    """Tenths that hold all shares; from 0 or to 1 where they come near the middle."""
+    """Return the ends of an axis of shares, in tenths. It begins at 0 unless all shares are above
+    0.5, and ends at 1 unless all are below 0.5."""
     low, high = min(shares, default=0.0), max(shares, default=1.0)
     end = np.ceil(10 * max(high, 0.01)) / 10 if high < 0.5 else 1.0
     return (np.floor(10 * low) / 10 if low > 0.5 else 0.0), end
 
 
 _LEAST_CELL, _MOST_CELL = 6.5, 14.0
-_GAP = 8.0  # between two lines of questions
+"""The minimum and the maximum size of the cell around a dot, in pixels."""
+_GAP = 8.0
+"""The space between two lines of questions, in pixels."""
 
 
 def question_dots(questions: Sequence[Question], links: Mapping[int, str], note: str) -> Chart:
-    """A column for each question with a dot for each of its samples, in lines, the best first;
-    `links` has the anchors of the rows in the page, by their keys."""
+    """Return a chart with a column for each question and in it a dot for each sample. The questions
+    with the best means come first.
+
+    Args:
+        links: the anchors of rows in the page, by the rows' keys.
+    """
     means = [float(np.nanmean(q.marks)) if np.isfinite(q.marks).any() else -1.0 for q in questions]
     high = max(len(q.marks) for q in questions)
     room = WIDTH - 2 * RIGHT
@@ -156,7 +176,7 @@ def question_dots(questions: Sequence[Question], links: Mapping[int, str], note:
 def _column(
     question: Question, x: float, y: float, cell: float, links: Mapping[int, str]
 ) -> Markup:
-    """The dots of one question, from a place downwards."""
+    """Return the dots of one question, from the position (x, y) downwards."""
     dots = [
         svg_tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
         for n, mark in enumerate(question.marks.tolist())
@@ -168,12 +188,13 @@ def _column(
 
 
 def _right(question: Question) -> str:
-    """The sum of the marks of a question, and how many there are."""
+    """Return a text with the sum of a question's marks, and the number of marks."""
     marked = question.marks[np.isfinite(question.marks)]
     return f"{marked.sum():.3g} of {len(marked)}"
 
 
 def _mark_class(mark: float) -> str:
+    """Return the CSS class of a mark; NaN stands for none."""
     if not np.isfinite(mark):
         return "unmarked"
     return "right" if mark == 1 else "wrong" if mark == 0 else "partly"

@@ -37,7 +37,14 @@ _FAULTS = tuple(_KINDS)[:7]
 
 @dataclass(frozen=True)
 class ExampleRow:
-    """A row in the page."""
+    """A row as the page shows it.
+
+    Attributes:
+        anchor: the row's HTML id.
+        kinds: keys of _KINDS.
+        gist: a short text in the row's heading.
+        html: the content below the heading.
+    """
 
     anchor: str  # its id
     row_id: Markup
@@ -49,7 +56,12 @@ class ExampleRow:
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """The rows of a page; some had no room, or were cut to make room for others."""
+    """The rows of a page.
+
+    Attributes:
+        dropped: how many rows were left out, because there was no room.
+        cut: how many rows were shortened to make room for others.
+    """
 
     rows: Sequence[ExampleRow]
     dropped: int
@@ -57,7 +69,8 @@ class ExampleRows:
 
     @property
     def kinds(self) -> list[tuple[str, str, int]]:
-        """Class, name and number of rows of each kind that some rows are of, and not all."""
+        """The class, the name and the number of rows of each kind that applies to some of the rows,
+        but not to all."""
         counts = Counter(kind for row in self.rows for kind in row.kinds)
         some = {kind: count for kind, count in counts.items() if count < len(self.rows)}
         return [(kind, name, some[kind]) for kind, name in _KINDS.items() if kind in some]
@@ -74,14 +87,14 @@ class ExampleRows:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A number of answers with something wrong, as in "3 could not be graded"."""
+    """How many answers have a fault, as in "3 could not be graded"."""
 
     kind: str  # a key of _KINDS
     text: str
 
 
 def faults(report: Collected) -> list[Fault]:
-    """The faults of a job's answers, in the order in which the page shows them."""
+    """Return the faults of a job's answers, in the order of the page."""
     seen = {reason: rows.seen for reason, rows in report.picked.items()}
     texts = {
         "error": (sum(report.errors.values()), "ended with an error"),
@@ -95,12 +108,12 @@ def faults(report: Collected) -> list[Fault]:
 
 
 def anchor(key: int) -> str:
-    """The id of a row in the page, given its key see `row_keys`."""
+    """Return the HTML id of a row, given its key (see `row_keys`)."""
     return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
 
 
 def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ExampleRows:
-    """Read and render the chosen rows, which may have `room` bytes together."""
+    """Read and render the chosen rows, which may have `room` bytes in all."""
     reasons = report.chosen()
     variants: list[tuple[ExampleRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
@@ -123,7 +136,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
 
 
 def _order(kinds: Sequence[str]) -> int:
-    """The sort key of a row: rows with worse faults come first."""
+    """Return the sort key of a row: rows with worse faults come first."""
     return next((index for index, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
 
 
@@ -144,13 +157,13 @@ def _kinds(facts: RowFacts, reasons: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], int]:
-    """The level of each row so that all have room together (None where a row has none), and how
-    many rows have none.
+    """Return the level of each row (an index of _LEVELS) so that all rows fit into `room` bytes,
+    and the number of rows that are left out. These have the level None.
 
-    The largest row is made smaller, again and again, or left out if it is at its lowest level.
+    Until all fit, the largest row gets the next lower level, or is left out if it has the lowest.
 
     Args:
-        sizes: for each row its bytes at each level.
+        sizes: for each row, its bytes at each level.
     """
     levels: list[int | None] = [0] * len(sizes)
     now = [row[0] for row in sizes]

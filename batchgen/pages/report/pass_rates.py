@@ -29,10 +29,10 @@ class _Group:
 
 
 class PassRates:
-    """Counts rows by their outcome and by the share of their samples that are valid.
+    """Counts rows by their outcome, and by the share of their samples that are valid.
 
     Attributes:
-        exhausted: the first rows that have fewer valid samples than they should.
+        exhausted: texts about the first rows that ended with too few valid samples.
         rates: the number of rows in each range of shares.
     """
 
@@ -47,8 +47,14 @@ class PassRates:
         return self._groups[_ALL].outcomes if self._groups else Counter()
 
     def add(self, table: pa.Table, begins: np.ndarray, subset: str | None) -> None:
-        """Count the rows of a table of whole rows, each of which begins at one of these places;
-        those of shards that are not published have no outcome yet."""
+        """Count the rows of a table. Rows of shards that are not published have no outcome yet, and
+        are skipped.
+
+        Args:
+            table: all samples of its rows.
+            begins: the position of each row's first sample.
+            subset: the column by which rows are grouped.
+        """
         rows = table.take(pa.array(begins))
         rows = rows.filter(pc.is_valid(rows[NUM_SAMPLES]))
         outcomes = rows[OUTCOME].to_pylist()
@@ -71,7 +77,7 @@ class PassRates:
                 self.rates[_range(good / of)] += 1
 
     def table(self) -> list[tuple[str, ...]]:
-        """A line for all rows, and one for each group."""
+        """Return a line for all rows, and one for each group, with the columns of HEADER."""
         return [
             (
                 name,
@@ -85,12 +91,13 @@ class PassRates:
         ]
 
     def in_order(self) -> dict[str, int]:
-        """`rates`, the lowest first."""
+        """Return `rates` in ascending order of the ranges."""
         names = dict.fromkeys([_range(0.0), *map(_range, _BOUNDS[1:])])
         return {name: self.rates[name] for name in names if self.rates[name]}
 
 
 def _range(rate: float) -> str:
+    """Return the name of the range that contains a share."""
     if rate == 0:
         return "none"
     above = max(bound for bound in _BOUNDS if bound < rate)

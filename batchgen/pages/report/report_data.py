@@ -1,4 +1,5 @@
-"""Collects the data of a report in one pass over the rows of a job, with constant memory."""
+"""Collects the data of a report in one pass over the rows of a job, with constant memory. The entry
+point is `collect_report`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MOST_QUESTIONS = 300
-"""Questions whose samples are drawn as dots."""
+"""The maximum number of questions whose samples are drawn as dots."""
 MOST_SAMPLES = 64
 _MOST_LENGTH = 1 << 20  # greater lengths count as this one
 _COLUMNS = (
@@ -36,7 +37,13 @@ _COLUMNS = (
 
 
 class Lengths:
-    """How many values of each length there are, and the sum of the marks of those that have one."""
+    """Counts values by length, and sums the marks of those that have one.
+
+    Attributes:
+        counts: the number of values of each length.
+        marked: the number of values with a mark, by length.
+        marks: the sum of the marks, by length.
+    """
 
     def __init__(self) -> None:
         self.counts: Ints = np.zeros(0, np.int64)
@@ -44,7 +51,7 @@ class Lengths:
         self.marks: Floats = np.zeros(0)
 
     def add(self, lengths: Ints, marks: Floats | None = None) -> None:
-        """Count values; `marks` [N] is NaN where there is no mark."""
+        """Count values. `marks` is [N], NaN for a value without a mark."""
         if not len(lengths):
             return
         lengths = np.minimum(lengths, _MOST_LENGTH)
@@ -57,7 +64,8 @@ class Lengths:
             self.marks = np.pad(self.marks, (0, size - len(self.marks))) + sums
 
     def quantile(self, share: float) -> int:
-        """The least length that this share of the values does not exceed; 0 without values."""
+        """Return the smallest length that this share of the values does not exceed; 0 without
+        values."""
         total = np.cumsum(self.counts)
         return int(np.searchsorted(total, share * total[-1])) if len(total) else 0
 
@@ -75,7 +83,11 @@ def _sum(old: Ints, new: Ints) -> Ints:
 
 
 class Lowest:
-    """The keys of the rows with the lowest values, at most `size`; equal values by chance."""
+    """Keeps the keys of the rows with the lowest values, at most `size`.
+
+    Attributes:
+        seen: how many rows were added.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.seen = size, 0
@@ -90,12 +102,13 @@ class Lowest:
 
     @property
     def keys(self) -> Keys:
-        """The keys, the lowest value first."""
+        """The keys, ordered by their values."""
         return self._keys
 
 
 def chance(keys: Keys) -> Floats:
-    """A number from 0 to 1 for each key that looks random and is always the same (SplitMix64)."""
+    """Return a number from 0 to 1 for each key, which looks random and is always the same
+    (SplitMix64)."""
     x = keys.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -104,7 +117,12 @@ def chance(keys: Keys) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A row of the data set with the marks of its samples, NaN where there is none."""
+    """A row of the data set with the marks of its samples.
+
+    Attributes:
+        keys: [S] the keys of the samples; see `row_keys`.
+        marks: [S] the marks, NaN for a sample without one.
+    """
 
     row_id: str
     keys: Keys
@@ -131,7 +149,7 @@ class Collected:
     picked: dict[str, Lowest] = field(default_factory=dict)  # by the reason to show a row
 
     def chosen(self) -> dict[int, list[str]]:
-        """The keys of at most MOST_ROWS rows in order, each with the reasons to show it."""
+        """Return the keys of at most MOST_ROWS rows in order, each with the reasons to show it."""
         reasons: dict[int, list[str]] = {}
         for reason, rows in self.picked.items():
             limit = MOST_ROWS - (_AT_RANDOM if reason != "random" else 0)
@@ -167,7 +185,7 @@ def collect_report(
 
 
 class _Pass:
-    """The state of the pass. Each `add` sees all samples of its questions."""
+    """The state of the pass. Each table that is added has all samples of its questions."""
 
     def __init__(self, cut_texts: CutTexts, subset: str | None) -> None:
         self._cut_texts, self._subset = cut_texts, subset
@@ -215,7 +233,7 @@ class _Pass:
     def _graded(
         self, table: pa.Table, keys: Keys, draw: Floats, failed: npt.NDArray[np.bool_]
     ) -> Floats | None:
-        """Pick rows by their grades; returns the marks [N], NaN where there is none."""
+        """Pick rows by their grades, and return the marks [N], NaN for a row without one."""
         names = table.column_names
         if GRADE_ERROR in names:
             errors = table[GRADE_ERROR].is_valid().to_numpy()
@@ -234,7 +252,8 @@ class _Pass:
         return marks
 
     def _questions(self, table: pa.Table, keys: Keys, marks: Floats) -> None:
-        """Keep some questions, and pick samples of those whose samples disagree."""
+        """Keep a random selection of questions, and pick samples of those whose samples
+        disagree."""
         data = self._found
         begin = starts(table)
         ends = np.append(begin[1:], len(keys))
@@ -253,7 +272,7 @@ class _Pass:
             self._thin()
 
     def _thin(self) -> None:
-        """Leave MOST_QUESTIONS questions."""
+        """Reduce the questions to MOST_QUESTIONS, at random."""
         questions = self._found.questions
         if len(questions) <= MOST_QUESTIONS:
             return

@@ -1,5 +1,5 @@
-"""Reads the rows of a job for a report: all of them in one pass, and some with all their
-columns."""
+"""Reads the rows of a job for a report: some columns of all rows in one pass, and all columns of
+chosen rows. `JobData` is the entry point."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from batchgen.storage.shards.column_kinds import is_per_token
 from batchgen.storage.shards.row_order import row_keys
 
 Keys = npt.NDArray[np.int64]
-"""Numbers of rows, see `row_keys`."""
+"""Keys of rows [N]; see `row_keys`."""
 MANY = 8192  # rows that are counted at once
 
 
 class JobData:
-    """Reads a job once or twice from its beginning to its end, with flat memory.
+    """Reads the finished rows of a job, with constant memory.
 
-    What reads rows raises JobError where a file is damaged.
+    The methods that read rows raise JobError if a file is damaged.
+
+    Attributes:
+        schema: the columns of the rows; None if no row is finished.
+        grades: the columns of the grades, with PREFIX; None if there are no grades of all rows.
     """
 
     def __init__(self, reader: JobFolderReader) -> None:
@@ -38,12 +42,12 @@ class JobData:
         self.grades = self._rows.grade_names if is_graded else None
 
     def tables(self, columns: Sequence[str], size: int = BATCH) -> Iterator[pa.Table]:
-        """All finished rows in order, all samples of a row in one table.
+        """Yield all finished rows in order, with all samples of a row in one table.
 
         Args:
-            columns: of the rows and of the grades; those that there are not are left out. KEYS are
-                there besides.
-            size: about how many rows a table has.
+            columns: columns of the rows and of the grades. Columns that do not exist are skipped;
+                KEYS are added.
+            size: the approximate number of rows of a table.
         """
         known = {*(() if self.schema is None else self.schema.names), *(self.grades or ())}
         names = [name for name in columns if name in known]
@@ -51,10 +55,11 @@ class JobData:
             yield from self._rows.whole_rows(shard, names, size=size)
 
     def chosen(self, keys: Keys) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-        """The rows with these `row_keys`, ascending, with all their columns, and their grades.
+        """Yield the rows with these ascending `row_keys`, with all their columns, each with its
+        grades.
 
-        Columns with a value per token are arrays. One row at a time is in memory beside the row
-        group that it lies in.
+        Columns with a value per token are arrays. Memory holds one row and the row group that
+        contains it.
         """
         if self.schema is None:
             return
@@ -67,7 +72,8 @@ class JobData:
 
 
 def _row(table: pa.Table) -> dict[str, Any]:
-    """The one row of a table; columns with a value per token are arrays, for they may be large."""
+    """Return the only row of a table. Columns with a value per token are arrays, because they may
+    be large."""
     row: dict[str, Any] = {}
     for field in table.schema:
         value = table[field.name][0]
@@ -77,7 +83,7 @@ def _row(table: pa.Table) -> dict[str, Any]:
 
 
 def _array(value: pa.ListScalar) -> npt.NDArray[Any]:
-    """The list of a row as an array [N, *tail]."""
+    """Convert the list of a row into an array [N, *tail]."""
     values, shape = value.values, [len(value.values)]
     while pa.types.is_fixed_size_list(values.type):
         shape.append(values.type.list_size)

@@ -1,4 +1,5 @@
-"""One job as the viewer shows it: its rows, configuration, scores, and what is missing."""
+"""One job as the pages of `batchgen view` show it: its rows, configuration, scores, and what is
+missing. The pages read jobs through `JobView`; `votes` counts the answers of a row's samples."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class JobView:
-    """One job as the pages show it.
+    """One job as the pages show it. Several threads may use it at a time.
 
     Args:
-        name: the folder as the user named it.
+        reader: reads the job's folder.
+        name: the folder as the user typed it.
     """
 
     def __init__(self, reader: JobFolderReader, name: str) -> None:
@@ -50,17 +52,17 @@ class JobView:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The job's configuration by group; empty if the job was killed before it was written. It
-        is read again only when the file has changed: YAML takes a hundred milliseconds."""
+        """The job's configuration by group; empty if the job was killed before writing it. Cached
+        until config.yaml changes, because parsing YAML takes about 100 ms."""
         try:
             stat = (self.path / "config.yaml").stat()
         except FileNotFoundError:
             return {}
         stamp = stat.st_mtime_ns, stat.st_size
-        known = self._config
-        if known is None or known[0] != stamp:
-            known = self._config = stamp, self.rows.reader.config
-        return known[1]
+        cached = self._config
+        if cached is None or cached[0] != stamp:
+            cached = self._config = stamp, self.rows.reader.config
+        return cached[1]
 
     @property
     def config_text(self) -> str:
@@ -74,7 +76,7 @@ class JobView:
 
     @property
     def num_rows(self) -> int | None:
-        """How many input rows the job has; None if that is not known."""
+        """The number of input rows; None if unknown."""
         return self.rows.reader.questions
 
     @property
@@ -84,55 +86,65 @@ class JobView:
 
     @property
     def subsets(self) -> dict[str, dict[str, Any]]:
-        """The scores of the subsets, by name; empty without."""
+        """The scores of the subsets, by name; empty if the job has no subsets."""
         subsets: dict[str, dict[str, Any]] = (self.metrics.get("score") or {}).get("subsets", {})
         return subsets
 
     @property
     def subset_column(self) -> str:
-        """The column by which the job was scored; empty if there is none in the rows."""
+        """The column whose values name the subsets of the score; empty if the rows have no such
+        column."""
         name: str = (self.config.get("score") or {}).get("subset") or ""
         schema = self.rows.row_schema
         return name if schema is not None and name in schema.names else ""
 
     @property
     def asked(self) -> list[str]:
-        """The columns that say what a row was asked."""
+        """The columns that the prompt uses; all input columns if it names none."""
         schema = self.rows.row_schema
         return [] if schema is None else RowColumns(self.config, schema).asked
 
     def columns(self, *, per_token: bool) -> list[str]:
-        """The columns of the rows and of their grades; with `per_token`, those with a value per
-        token, too, which can be most of a file."""
+        """The names of the columns of the rows and of their grades.
+
+        Args:
+            per_token: include columns with a value per token, which can be the largest part of a
+                file.
+        """
         fields = self.rows.schema or ()
         return [f.name for f in fields if per_token or not is_per_token(f)]
 
     def row(self, row_index: int, *, tokens: bool) -> list[RowFacts]:
-        """The finished samples of a row, with `tokens` as in `columns`."""
+        """Read the finished samples of one input row; empty if there are none.
+
+        Args:
+            tokens: also read the columns with a value per token.
+        """
         if self.rows.schema is None:
             return []
         return self.samples(self.rows.samples(row_index, self.columns(per_token=tokens)))
 
     def samples(self, table: pa.Table) -> list[RowFacts]:
-        """The samples in a table of rows and their grades."""
+        """Convert a table of rows and grades to one `RowFacts` per sample."""
         samples = []
         for row in table.to_pylist():
             columns = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
             grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in columns}
-            has_some = any(value is not None for value in grades.values())
-            samples.append(RowFacts(columns, grades if has_some else None))
+            is_graded = any(value is not None for value in grades.values())
+            samples.append(RowFacts(columns, grades if is_graded else None))
         return samples
 
     def page(self, *, tokens: bool) -> RowPage:
-        """The renderer of the rows; with `tokens`, it can show the texts of tokens."""
+        """Return the renderer of the rows. With `tokens`, it can also show the text of each
+        token."""
         schema = self.rows.row_schema
         assert schema is not None
         thumbnails = read_thumbnails(self.path) if PROMPT_IMAGES in schema.names else None
         return RowPage(self.config, schema, self.decode() if tokens else None, thumbnails)
 
     def decode(self) -> Decode | None:
-        """The text of token ids; None if the tokenizer is not on this machine. It is loaded when it
-        is first asked for, which takes seconds for a GGUF file."""
+        """Return the function from token ids to text; None if the tokenizer is not on this machine.
+        The tokenizer is loaded at the first call, which takes seconds for a GGUF file."""
         with self._lock:
             if self._decode is None:
                 from batchgen.pages.tokens.decode_tokens import job_decode
@@ -141,7 +153,7 @@ class JobView:
             return self._decode[0]
 
     def missing(self) -> list[str]:
-        """Sentences about what the job lacks that pages could show."""
+        """Return sentences for the user about data that pages could show and the job lacks."""
         schema = self.rows.row_schema
         if schema is None:
             return ["No row is finished yet. Rows appear here as they finish."]
@@ -160,16 +172,17 @@ class JobView:
 
 @dataclass(frozen=True)
 class Vote:
-    """An answer that samples of a question give."""
+    """One answer to a question, and the samples that gave it."""
 
-    key: str | None  # its normal form, in which votes are counted; None without an answer
-    answer: str | None  # as the first sample wrote it
-    samples: list[int]
+    key: str | None  # the normal form of the answer, by which votes are counted; None for no answer
+    answer: str | None  # as the first of the samples wrote it
+    samples: list[int]  # the numbers of the samples within the row
     verdict: OutcomeLabel
 
     @property
     def shown(self) -> str:
-        """The answer for people; its normal form, which can be opaque, where grades lack it."""
+        """The answer to display: as written, or the normal form, which can be opaque, if the grades
+        lack the former."""
         return next((text for text in (self.answer, self.key) if text is not None), "no answer")
 
     @property
@@ -178,10 +191,10 @@ class Vote:
 
 
 def votes(samples: Sequence[RowFacts]) -> list[Vote]:
-    """The answers of the samples of one row, the most frequent first; no answer comes last.
+    """Count the answers of the samples of one row, the most frequent first; "no answer" comes last.
 
-    Samples with equal answers and different marks are kept apart. Failed samples have no answer.
-    Without any graded sample there are no votes.
+    Samples with equal answers but different verdicts are counted separately. A failed sample has no
+    answer. Returns an empty list if no sample is graded.
     """
     if not any(sample.grades and "answer_key" in sample.grades for sample in samples):
         return []

@@ -1,7 +1,7 @@
-"""Finds the jobs below a folder, with the facts that the viewer's list shows.
+"""Finds the jobs below a folder, with the facts that the job list of `batchgen view FOLDER` shows.
 
-The folder may come from a stranger: links are not followed, and depth, the sizes of files and the
-numbers of jobs and of entries are limited.
+The folder may come from a stranger: links are not followed, and depth, file sizes, and the numbers
+of jobs and directory entries are limited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchgen.util.shorten import short_name
 from batchgen.util.text.text_table import score_value, value_range
 
 DEEPEST = 4
-"""Folders between the given one and a job's, the job's included."""
+"""The most levels of folders searched below the given folder, including the job's folder."""
 MOST_JOBS = 500
 MOST_ENTRIES = 50_000
 _MOST_BYTES = {"manifest.json": 2**26, "metrics.json": 2**24, "config.yaml": 2**20}
@@ -35,24 +35,25 @@ _MOST_BYTES = {"manifest.json": 2**26, "metrics.json": 2**24, "config.yaml": 2**
 class JobBelow:
     """One job in the list."""
 
-    key: str  # names it in addresses, as long as the job has its place
-    name: str  # its folder, from the given one on
+    key: str  # identifies the job in URLs; a hash of `name`
+    name: str  # the job's folder, relative to the folder that is searched
     path: Path
-    fault: str = ""  # why nothing can be shown of it
+    fault: str = ""  # why the job cannot be shown; empty if it can
     state: str = ""
     model: str = ""
     dataset: str = ""
     begun: str = ""  # the date and time (UTC), to the minute
     questions: int | None = None  # input rows
-    rows: int | None = None  # answers that are finished
-    of_rows: int | None = None  # of a job that is not complete
+    rows: int | None = None  # finished answers
+    of_rows: int | None = None  # answers that an incomplete job will have; None if complete
     score: float | None = None
     shown_score: str = ""
-    interval: str = ""  # of 95%, for new questions
+    interval: str = ""  # the 95% confidence interval, for a new sample of questions
 
     @property
     def folder(self) -> str:
-        """The folder that the job's own lies in; empty for the given one."""
+        """The parent of the job's folder, relative to the searched folder; empty if that is the
+        parent."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -66,16 +67,17 @@ class JobBelow:
 
 @dataclass
 class Below:
-    """What lies below a folder."""
+    """The result of `jobs_below`."""
 
-    jobs: list[JobBelow] = field(default_factory=list)  # by name
-    empty: list[str] = field(default_factory=list)  # folders right below it without a job
-    links: list[str] = field(default_factory=list)  # to folders, not followed
-    is_cut: bool = False  # a bound ended the walk before all was seen
+    jobs: list[JobBelow] = field(default_factory=list)  # sorted by name
+    empty: list[str] = field(default_factory=list)  # direct subfolders without a job
+    links: list[str] = field(default_factory=list)  # links to folders, which are not followed
+    is_cut: bool = False  # whether a limit ended the search early
 
 
 def jobs_below(folder: Path) -> Below:
-    """The jobs below a folder, those deeper than DEEPEST left out. Jobs inside of jobs are none."""
+    """Find the jobs at most DEEPEST levels below a folder. A job's folder is not searched for more
+    jobs."""
     below, walk = Below(), _Walk()
     for entry in walk.entries(folder, below):
         before = len(below.jobs)
@@ -87,13 +89,18 @@ def jobs_below(folder: Path) -> Below:
 
 
 class _Walk:
-    """Counts what is looked at."""
+    """Lists folders, and stops after MOST_ENTRIES directory entries in all."""
 
     def __init__(self) -> None:
         self._left = MOST_ENTRIES
 
     def entries(self, folder: Path, below: Below, name: str = "") -> Iterator[os.DirEntry[str]]:
-        """The folders in a folder, in order, as far as bounds allow it."""
+        """Yield the visible subfolders of a folder, sorted by name, until a limit is reached.
+        Records links and reached limits in `below`.
+
+        Args:
+            name: the prefix of the names of links: the relative path of `folder` with a slash.
+        """
         try:
             with os.scandir(folder) as scan:
                 folders = []
@@ -117,7 +124,7 @@ class _Walk:
 
 
 def _look(folder: Path, name: str, depth: int, walk: _Walk, below: Below) -> None:
-    """Add the job in a folder; where it has none, those below."""
+    """Add the job in a folder; if the folder has none, search its subfolders."""
     if os.path.lexists(folder / "manifest.json"):
         below.jobs.append(_job(folder, name))
     elif depth > 1:
@@ -132,33 +139,34 @@ def _job(folder: Path, name: str) -> JobBelow:
         reader = JobFolderReader(folder)
         if fault := _too_large(folder):
             return replace(job, fault=fault)
-        # The configuration says the same, but takes milliseconds to read.
-        manifest, known = Manifest.read(folder / "manifest.json"), JobSummary.of(reader.metrics)
+        # The configuration has the same facts, but takes milliseconds to read.
+        manifest, summary = Manifest.read(folder / "manifest.json"), JobSummary.of(reader.metrics)
         dataset = manifest.identity.get("dataset") or {}
-        to_come, score = rows_to_come(known), known.mean_mark if known.score else None
+        to_come, score = rows_to_come(summary), summary.mean_mark if summary.score else None
         questions = num_questions(manifest, reader.row_facts)
         return replace(
             job,
-            state=str(known.status),
+            state=str(summary.status),
             model=_text(manifest.growing.get("model.path")),
             dataset=dataset_name({**dataset, "path": manifest.growing.get("dataset.path")}),
-            begun=_minute(known.attempts[0].get("started")) if known.attempts else "",
+            begun=_minute(summary.attempts[0].get("started")) if summary.attempts else "",
             questions=None if questions is None else int(questions),
-            rows=int(known.totals.rows) if known.is_begun else None,
+            rows=int(summary.totals.rows) if summary.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),
-            shown_score="" if known.score is None else _value(known.score),
-            interval="" if known.score is None else _interval(known.score),
+            shown_score="" if summary.score is None else _value(summary.score),
+            interval="" if summary.score is None else _interval(summary.score),
         )
     except (ConfigError, JobError, OSError) as error:
         return replace(job, fault=str(error))
-    # What somebody else wrote can have any shape.
+    # Files that somebody else wrote can have any structure.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return replace(job, fault="its manifest.json or metrics.json is damaged")
 
 
 def _value(scores: Mapping[str, Any]) -> str:
-    """A score for people; of other numbers than marks with the column's name."""
+    """Format a score for display; a score of another column than marks has the column's name in
+    front."""
     column = f"{scores['column']} " if "column" in scores else ""
     return column + score_value(scores)(scores["avg"]["value"])
 
@@ -168,7 +176,7 @@ def _interval(scores: Mapping[str, Any]) -> str:
 
 
 def config_fault(folder: Path) -> str:
-    """Why the configuration of a job cannot be read; empty if it can."""
+    """Return why the configuration of a job cannot be read; empty if it can be."""
     try:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:

@@ -1,7 +1,7 @@
-"""The leaderboard of `batchgen view FOLDER`: a table of arms for each exam, the best first.
+"""The leaderboard of `batchgen view FOLDER`: a table of arms for each exam, the best arm first.
 
-An *arm* is a job, or jobs that differ only in their seed; an *exam* is the questions with the way
-in which they were asked and marked.
+An *arm* is a job, or several jobs that differ only in their seed. An *exam* is a set of questions
+together with the way in which they are asked and marked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _SHOWN_PROMPT = 120  # characters
 
 @dataclass(frozen=True)
 class Board:
-    """The arms of one exam.
+    """The table of the arms of one exam.
 
     Attributes:
-        fault: why there is no table.
-        prompt: how its prompt begins, where another exam has the same data set.
+        dataset: the short name of the data set.
+        names: the names of the jobs.
+        table: the arms with their scores; None if `fault` says why there is none.
+        fault: why there is no table; empty if there is one.
+        prompt: the beginning of the exam's prompt; set only if another exam has the same data set.
     """
 
     dataset: str
@@ -45,7 +48,7 @@ class Board:
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """A header, and a row of texts for each arm."""
+        """The header row, then a row of texts for each arm."""
         assert self.table is not None
         return table_cells(self.table)
 
@@ -56,14 +59,13 @@ class Board:
         return table_remarks(self.table)
 
     def jobs(self, index: int) -> tuple[str, ...]:
-        """The folders of the jobs of an arm."""
+        """Return the folders of the jobs of an arm, by the arm's row in the table."""
         assert self.table is not None
         return self.table.rows[index].arm.folders
 
 
 class Leaderboard:
-    """Makes the boards of a folder's jobs when they are asked for, and again when a job has
-    changed."""
+    """Makes the boards of a folder's jobs on request, and caches them until a job changes."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -71,7 +73,8 @@ class Leaderboard:
         self._boards: list[Board] = []
 
     def boards(self, jobs: Sequence[JobBelow]) -> list[Board]:
-        """The boards of the jobs that are complete and have a score, those with most arms first."""
+        """Return the boards of the complete jobs that have a score, those with the most jobs
+        first."""
         scored = [job for job in jobs if job.score is not None and job.state == "complete"]
         stamps = tuple((job.key, _modified(job.path)) for job in scored)
         with self._lock:
@@ -95,13 +98,13 @@ def _boards(jobs: Sequence[JobBelow]) -> list[Board]:
     boards = []
     for group in exams.values():
         board = _board(group)
-        several = names[board.dataset] > 1
-        boards.append(replace(board, prompt=_prompt(group[0])) if several else board)
+        is_ambiguous = names[board.dataset] > 1
+        boards.append(replace(board, prompt=_prompt(group[0])) if is_ambiguous else board)
     return sorted(boards, key=lambda board: -len(board.names))
 
 
 def _prompt(job: JobBelow) -> str:
-    """How the template of a job's prompt begins; empty if nothing says it."""
+    """Return the beginning of a job's prompt template; empty if it cannot be read."""
     try:
         prompt = JobFolderReader(job.path).config.get("prompt") or {}
         return beginning(str(prompt.get("user") or prompt.get("text") or ""), _SHOWN_PROMPT)
@@ -110,7 +113,7 @@ def _prompt(job: JobBelow) -> str:
 
 
 def _exam(job: JobBelow) -> str:
-    """The key of an exam: the data set, the prompts, and the scored column."""
+    """Return a key that is equal for jobs of one exam: data set, prompt and scored column."""
     try:
         reader = JobFolderReader(job.path)
         prints, config = reader.manifest.get("fingerprints", {}), reader.config

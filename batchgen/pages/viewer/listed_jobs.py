@@ -1,4 +1,4 @@
-"""Filters, sorts and groups the jobs of the viewer's list."""
+"""Filters, sorts and groups the jobs in the job list of `batchgen view FOLDER`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = (
     ("name", "Job"), ("state", "State"), ("begun", "Begun"), ("model", "Model"),
     ("dataset", "Data set"), ("questions", "Questions"), ("answers", "Answers"), ("score", "Score"),
 )  # fmt: skip
-"""The columns of the list: the word by which they sort, and their title."""
+"""The columns of the list: the sort key in URLs, and the title."""
 NUMBERS = ("questions", "answers", "score")
 _KEYS: Mapping[str, Callable[[JobBelow], Any]] = {
     "name": lambda job: job.name,
@@ -27,19 +27,19 @@ _KEYS: Mapping[str, Callable[[JobBelow], Any]] = {
     "score": lambda job: job.score,
 }
 _FALLING = ("begun", *NUMBERS)
-"""Columns that begin with the latest or largest."""
+"""The columns that are sorted in descending order: latest or largest first."""
 
 
 @dataclass(frozen=True)
 class JobGroup:
-    """Jobs under one heading: those of one folder, as a sweep's or a pipeline's; all of them,
-    without a heading, where the list is sorted."""
+    """Jobs under one heading, `folder`: those of one parent folder, such as a sweep or a pipeline.
+    In a sorted list, one group without a heading has all jobs."""
 
     folder: str
     jobs: Sequence[JobBelow]
 
     def short(self, job: JobBelow) -> str:
-        """What a job is called below the heading."""
+        """Return the name of a job as listed under the heading."""
         return job.name.removeprefix(f"{self.folder}/") if self.folder else job.name
 
 
@@ -48,10 +48,11 @@ class Listed:
     """The list of jobs that a query asks for.
 
     Attributes:
-        text: what names, models or data sets have to have in them.
-        state: that the jobs have to be in; empty for all.
-        sort: one of COLUMNS; empty for the order of the folders.
-        states: in which some job is.
+        groups: the jobs that match, in groups.
+        text: words that the job's name, model or data set must contain; empty for all jobs.
+        state: the required state; empty for all jobs.
+        sort: the key of one of COLUMNS; empty for the order of the folders.
+        states: the states of all jobs, for the menu.
     """
 
     groups: Sequence[JobGroup]
@@ -66,13 +67,13 @@ class Listed:
             yield from group.jobs
 
     def query(self, **other: str) -> dict[str, str]:
-        """The query of this list, with other values."""
+        """Return the URL query of this list, with some values replaced."""
         query = {"text": self.text, "state": self.state, "sort": self.sort, **other}
         return {key: value for key, value in query.items() if value}
 
 
 def listed_jobs(jobs: Sequence[JobBelow], query: Mapping[str, str]) -> Listed:
-    """The jobs that a query asks for. ConfigError for an unknown order."""
+    """Return the jobs that a query asks for. Raises ConfigError for an unknown sort key."""
     text, state, sort = (query.get(key, "") for key in ("text", "state", "sort"))
     if sort and sort not in _KEYS:
         raise ConfigError(f"sort must be one of {', '.join(_KEYS)}, got {sort[:80]!r}")
@@ -80,9 +81,9 @@ def listed_jobs(jobs: Sequence[JobBelow], query: Mapping[str, str]) -> Listed:
     chosen = [job for job in jobs if _has(job, words) and state in ("", job.state)]
     if sort:
         key = _KEYS[sort]
-        known = [job for job in chosen if key(job) is not None]
-        known.sort(key=key, reverse=sort in _FALLING)
-        groups = [JobGroup("", [*known, *(job for job in chosen if key(job) is None)])]
+        with_value = [job for job in chosen if key(job) is not None]
+        with_value.sort(key=key, reverse=sort in _FALLING)
+        groups = [JobGroup("", [*with_value, *(job for job in chosen if key(job) is None)])]
     else:
         groups = [_group(name, list(some)) for name, some in groupby(chosen, lambda j: j.folder)]
     states = sorted({job.state for job in jobs if job.state})
@@ -90,11 +91,11 @@ def listed_jobs(jobs: Sequence[JobBelow], query: Mapping[str, str]) -> Listed:
 
 
 def _group(folder: str, jobs: Sequence[JobBelow]) -> JobGroup:
-    """The jobs of a folder; one alone needs no heading."""
+    """Make the group of one folder. A single job needs no heading."""
     return JobGroup(folder if len(jobs) > 1 else "", jobs)
 
 
 def _has(job: JobBelow, words: Sequence[str]) -> bool:
-    """Whether each word is in the job's name, its model or its data set."""
-    everything = "\n".join((job.name, job.model, job.dataset)).lower()
-    return all(word in everything for word in words)
+    """Whether each word occurs in the job's name, model or data set, ignoring case."""
+    searched = "\n".join((job.name, job.model, job.dataset)).lower()
+    return all(word in searched for word in words)

@@ -1,4 +1,4 @@
-"""Prepares a page of the viewer's list of rows: filtered and sorted, for one job or two."""
+"""Prepares one page of the row list of `batchgen view`: filtered and sorted, for one job or two."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from batchgen.util.text.row_json import plain_text
 PER_PAGE = 50
 _SHOWN = ("row_id", "finish_reason", "error", "num_generated_tokens")
 _GRADES_SHOWN = ("mark", "answer", "answer_key", "graded_against", "grade_error")
-_ASKED = 240  # characters of a column of the prompt
+_ASKED = 240  # the most characters that are shown of a prompt column
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row in a list. Its texts are shortened."""
+    """One input row in the list. Its texts are shortened."""
 
     index: int
-    prompt_columns: dict[str, str]  # the columns of its prompt
-    jobs: list[list[RowFacts]]  # the samples of each job; none where it lacks the row
-    matching: list[int]  # which samples of the first job the filter lists
-    note: str = ""  # what a sorted list is sorted by
+    prompt_columns: dict[str, str]  # column → text, the inputs of the prompt
+    jobs: list[list[RowFacts]]  # for each job, its samples of the row; empty if it lacks the row
+    matching: list[int]  # the numbers of the first job's samples that match the filter
+    note: str = ""  # in a sorted list, the value by which the row is sorted
 
     @property
     def row_id(self) -> str:
         return self.jobs[0][0].row_id
 
     def shown(self, job: int) -> RowFacts | None:
-        """The sample whose text is shown."""
+        """Return the sample of a job whose text is shown: the one with the number of the first
+        match."""
         return same_sample(self.jobs[job], self.matching[0])
 
     def votes(self, job: int) -> list[Vote]:
-        """The answers of a job to the question."""
+        """Count the answers of a job's samples."""
         return votes(self.jobs[job])
 
     @property
     def target(self) -> str | None:
-        """The target with which the answers were compared."""
+        """The target with which the answers were compared; None if no sample was graded."""
         targets = (s.grade("graded_against") for samples in self.jobs for s in samples)
         return next((str(target) for target in targets if target is not None), None)
 
@@ -57,15 +58,15 @@ def row_lines(
     hits: Mapping[int, list[int]],
     notes: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Line]:
-    """The rows that a search has found, with the same rows of the other job.
+    """Read the rows that a search returned, and the same rows of the other job.
 
     Args:
         jobs: the first is the one that was searched.
-        hits: from the index of a row to the samples that match.
-        notes: from the index of a row to its note.
+        hits: index of a row → the numbers of its matching samples.
+        notes: index of a row → its note.
 
     Raises:
-        StillSearching: the other job has the rows elsewhere, and they take long to find.
+        StillSearching: finding the rows in the other job takes too long for one request.
     """
     first, *others = jobs
     questions = first.asked
@@ -82,11 +83,13 @@ def row_lines(
 
 
 def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]]:
-    """The samples that a job has of rows with some ids.
+    """Read the samples of a job for rows that are given by their ids.
 
     Args:
-        ids: by the places of the rows in another job, which are tried first; the result has the
-            keys of those rows that the job has.
+        ids: row index in the other job → row_id. That index is tried in this job first.
+
+    Returns:
+        The samples, by the same keys as `ids`; rows that this job lacks are left out.
     """
     search = Search(job.rows, SampleFilter())
     same = {row: job.samples(t) for row, t in search.rows(list(ids), _columns(job)).items()}
@@ -100,7 +103,7 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
 
 
 def _columns(job: JobView) -> list[str]:
-    """The columns of a sample that a list shows."""
+    """Return the columns of a sample that the list shows."""
     schema = job.rows.schema
     names = [] if schema is None else schema.names
     graded = [PREFIX + name for name in _GRADES_SHOWN]
@@ -114,17 +117,17 @@ def _texts(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
 def list_values(
     jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str, show: str
 ) -> dict[str, Any]:
-    """What the template of a list needs.
+    """Return the variables of the list's template.
 
     Args:
         jobs: the first is the one whose rows are listed.
-        first: the index of the row to begin with; with a sort, the place in its order.
-        sort: one of ORDERS; empty for the order of the data set.
-        show: `votes` in place of texts, or empty.
+        first: the index of the first row; in a sorted list, the position in it.
+        sort: a key of ORDERS; empty for the order of the data set.
+        show: `votes` to show votes instead of texts, or empty.
 
     Raises:
-        ConfigError: the job lacks what the filter or the order needs.
-        StillSearching: the other job has the rows elsewhere.
+        ConfigError: the job lacks a column that the filter or the order needs.
+        StillSearching: finding the rows in the other job takes too long for one request.
     """
     job, schema = jobs[0], jobs[0].rows.schema
     kept = {**wanted.query, **{k: v for k, v in (("sort", sort), ("show", show)) if v}}
@@ -149,6 +152,7 @@ def list_values(
 
 
 def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict[str, Any]:
+    """Return the variables of a page in the order of the data set."""
     search = Search(jobs[0].rows, wanted)
     hits = search.forward(first, PER_PAGE)
     return {
@@ -161,6 +165,7 @@ def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict
 
 
 def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
+    """Return the variables of a page of a sorted list."""
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
     entries = ranking.entries[first:later]
     hits = {entry.row: entry.samples for entry in entries}

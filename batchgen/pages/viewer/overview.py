@@ -1,4 +1,4 @@
-"""Prepares the viewer's first page about a job, without reading its rows."""
+"""Prepares the overview page of a job in `batchgen view`. `overview` reads no rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from batchgen.util.duration import duration
 from batchgen.util.text.text_table import Line, answers_text, score_lines, score_value, value_range
 
 Query = Mapping[str, str]
-"""The keys of a filter."""
+"""The keys of a URL that describe a filter of rows."""
 _SAMPLING = ("n", "temperature", "top_p", "max_new_tokens", "seed")
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number of answers, and the filter that lists them."""
+    """A number of answers, and the filter that lists those answers."""
 
     name: str
     number: int
@@ -31,18 +31,25 @@ class Count:
 
 @dataclass(frozen=True)
 class Subset:
-    """The score of a part of the exam."""
+    """The score of one subset of the questions."""
 
     name: str
     questions: int
     value: str  # the mean mark
-    interval: str  # of 95%, for new questions
-    query: Query | None  # None where rows do not name their subset
+    interval: str  # the 95% confidence interval, for a new sample of questions
+    query: Query | None  # the filter that lists the subset; None if no column names the subsets
 
 
 @dataclass(frozen=True)
 class Overview:
-    """One job on the first page. What the job lacks is empty."""
+    """The content of a job's overview page. Lists are empty if the job lacks their data.
+
+    Attributes:
+        reasons: the answers by finish reason.
+        errors: the error rows by type of error.
+        marks: the name of each mark with the filter that lists its answers.
+        missing: sentences about what the job lacks.
+    """
 
     job: JobView
     status: str
@@ -56,22 +63,23 @@ class Overview:
 
 
 def overview(job: JobView) -> Overview:
-    """The facts about a job on its first page."""
-    known = JobSummary.of(job.metrics, job.config, questions=job.num_rows)
+    """Collect the facts of a job's overview page."""
+    summary = JobSummary.of(job.metrics, job.config, questions=job.num_rows)
     return Overview(
         job,
-        _status(known),
-        _facts(job, known),
-        [] if known.score is None else score_lines({**known.score, "subsets": {}}),
+        _status(summary),
+        _facts(job, summary),
+        [] if summary.score is None else score_lines({**summary.score, "subsets": {}}),
         _subsets(job),
-        _counts(known, known.totals.finish_reasons, "reason"),
-        _counts(known, known.totals.errors, "error"),
+        _counts(summary, summary.totals.finish_reasons, "reason"),
+        _counts(summary, summary.totals.errors, "error"),
         [(name, {"mark": mark}) for mark, name in MARKS.items()] if job.rows.grade_names else [],
         job.missing(),
     )
 
 
 def _status(job: JobSummary) -> str:
+    """Describe the job's state and progress in words."""
     if not job.is_begun:
         return "not begun, or killed before its first ten seconds"
     amount = answers_text(job.questions, job.totals.rows)
@@ -83,11 +91,13 @@ def _status(job: JobSummary) -> str:
 
 
 def rows_to_come(job: JobSummary) -> int | None:
-    """How many answers a job that is not complete will have; None if that is not known."""
+    """Return the number of answers that an incomplete job will have in the end; None for a complete
+    job, or if unknown."""
     return None if job.status == "complete" else job.rows_total
 
 
 def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]:
+    """Return the counts in descending order, each with the filter `key`=name."""
     return [
         Count(name, number, number / max(job.totals.rows, 1), {key: name})
         for name, number in sorted(counts.items(), key=lambda item: -item[1])
@@ -105,6 +115,7 @@ def _subsets(job: JobView) -> list[Subset]:
 
 
 def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sampling settings in words."""
     until = sampling.get("until")
     if until is not None:
         yield f"until {enough_text(until)} (at most {until['most']:,}): {until['where']}"
@@ -113,6 +124,7 @@ def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts(job: JobView, summary: JobSummary) -> list[Line]:
+    """Return the facts about the job as (name, text); facts without a value are left out."""
     dataset, sampling, attempt = (
         summary.group("dataset"),
         summary.group("sampling"),

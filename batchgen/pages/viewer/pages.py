@@ -1,4 +1,4 @@
-"""The pages of `batchgen view`: from the keys of a query to HTML."""
+"""The pages of `batchgen view`: turns the name of a page and its query into an HTML response."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; sandbox"
 )
-"""For a report, which has its style sheet inside and could have been made by anybody."""
+"""The Content-Security-Policy of a report. A report contains its style sheet, and anybody could
+have written it, so the policy forbids everything else."""
 
 
 class Site:
-    """All pages over one job, or over two side by side.
+    """The pages over one job, or over two jobs side by side.
 
     Args:
-        jobs: the first is the one whose rows are listed.
-        above: where the list of jobs is; None if there is none.
+        jobs: one or two jobs; rows of the first are listed.
+        above: the URL of the list of jobs; None if there is none.
     """
 
     def __init__(self, jobs: Sequence[JobView], above: str | None = None) -> None:
@@ -59,17 +60,19 @@ class Site:
         }
 
     def respond(self, page: str, query: Query) -> Response:
-        """The answer to a request for a page; the first one has an empty name."""
+        """Answer a request. `page` is the path below the site's address; the overview has an empty
+        one."""
         file = static_file(page)
         return answer(self._pages.get(page), query, self._html) if file is None else file
 
     def _overview(self, query: Query) -> Response:
-        """The first page: of one job what it is, of two how they compare."""
+        """Show the overview of one job, or the comparison of two."""
         if self.flips is None:
             return self._html("overview", view=overview(self.jobs[0]))
         return self._compared(self.flips, query)
 
     def _rows(self, query: Query) -> Response:
+        """Show one page of the list of rows."""
         first, sort = whole_number(query, "from", 0), query.get("sort", "")
         show = "votes" if query.get("show") == "votes" else ""
         values = list_values(self.jobs, self._wanted(query), first, sort, show)
@@ -79,17 +82,18 @@ class Site:
         return SampleFilter.of(query, self.jobs[0].subset_column)
 
     def _download(self, query: Query) -> Response:
-        """The rows that a filter lists as a file."""
+        """Send the rows that match a filter as a file."""
         job, form = self.jobs[0], query.get("format", "jsonl")
         if form not in KINDS:
             raise ConfigError(f"format must be one of {', '.join(KINDS)}, got {form[:80]!r}")
         per_token = query.get("per_token") == "yes"
         file = JobDownload(job.rows, self._wanted(query), job.columns(per_token=per_token))
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", job.short_name)[:100]
-        named = f"{name}-rows.{form}"
-        return Response(b"", KINDS[form], file_name=named, chunks=file.chunks(form))
+        file_name = f"{name}-rows.{form}"
+        return Response(b"", KINDS[form], file_name=file_name, chunks=file.chunks(form))
 
     def _row(self, query: Query) -> Response:
+        """Show one input row with its samples, next to the same row of the other job."""
         index = whole_number(query, "n")
         tokens = query.get("tokens", "")
         first = self.jobs[0].row(index, tokens=bool(tokens))
@@ -118,7 +122,7 @@ class Site:
         )
 
     def _step(self, query: Query) -> Response:
-        """Go to the next row that the filter lists, or to the one before."""
+        """Redirect to the next or previous row that matches the filter."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
         wanted = self._wanted(query)
         if query.get("sort"):
@@ -137,7 +141,7 @@ class Site:
         return self._html("message", title="Still searching", text=text, go_on=go_on)
 
     def _step_in_order(self, query: Query, wanted: SampleFilter) -> Response:
-        """Go to the next row of a sorted list, or to the one before."""
+        """Redirect to the next or previous row of a sorted list."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
         entries = self.jobs[0].rankings.of(wanted, query["sort"]).entries
         rows = [entry.row for entry in entries]
@@ -150,6 +154,7 @@ class Site:
         return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
+        """Redirect to the row with an id."""
         row_id = query.get("id", "")
         index = self.jobs[0].ids.find(row_id)
         if index is None:
@@ -159,7 +164,7 @@ class Site:
         return redirect("row", {"n": index})
 
     def _compared(self, flips: Flips, query: Query) -> Response:
-        """In what two jobs differ, how their scores do, and the rows that flipped."""
+        """Show how the settings and scores of two jobs differ, and the rows that flipped."""
         kept = _anyway(query)
         try:
             differing, why = flips.find(anyway=bool(kept)), None
@@ -181,7 +186,7 @@ class Site:
         )
 
     def _flip(self, query: Query) -> Response:
-        """Go to the i-th flipped row."""
+        """Redirect to the i-th flipped row."""
         flips, kept = self._both(), _anyway(query)
         rows = flips.find(anyway=bool(kept)).flipped
         index = whole_number(query, "i")
@@ -212,5 +217,5 @@ def _without(query: Query, *keys: str) -> dict[str, str]:
 
 
 def _anyway(query: Query) -> dict[str, str]:
-    """The key that compares different exams, if the query has it."""
+    """Return the key that permits a comparison of different exams, if the query has it."""
     return {"anyway": "yes"} if query.get("anyway") == "yes" else {}

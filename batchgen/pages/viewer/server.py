@@ -1,15 +1,16 @@
-"""The server of `batchgen view`: GET alone, for this machine alone.
+"""The HTTP server of `batchgen view`. It answers only GET and HEAD, and only to this machine.
 
-It shows texts of models and of strangers' data sets in a browser that has other pages open. So:
+The server shows texts of models and of strangers' data sets in a browser that has other pages open.
+Therefore:
 
-- It listens on 127.0.0.1. Pages from elsewhere could reach it by a name that points to 127.0.0.1
-  (DNS rebinding), which the Host header gives away, or load a page as a script or a picture, which
-  Sec-Fetch-Site gives away. Both are refused.
-- The address begins with a random key, which only this terminal shows: other users of the machine
-  can reach the port, too.
-- There is nothing to write, and no path of a request is a path of a file.
-- The Content-Security-Policy allows the style sheets and the one script of the pages alone, so text
-  that should ever get into a page unescaped still does nothing.
+- It listens on 127.0.0.1. A foreign page could still reach it in two ways, and both are refused:
+  through a host name that points to 127.0.0.1 (DNS rebinding), which the Host header reveals; or by
+  loading a page of the server as a script or an image, which Sec-Fetch-Site reveals.
+- Every address begins with a random key, which only this terminal shows, because other users of the
+  machine can reach the port.
+- Nothing can be written, and no path of a request is a path of a file.
+- The Content-Security-Policy allows only the viewer's own style sheets and its one script. Text
+  that gets into a page unescaped therefore cannot do anything.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from batchgen.util.errors import ConfigError
 
 ADDRESS = "127.0.0.1"
 LONGEST_TARGET = 8192
-"""Bytes of what is asked for in the first line of a request."""
+"""The most bytes of the request target, the path and query in the first line of a request."""
 _SECONDS = 30.0
-"""How long a connection may be silent."""
+"""The seconds after which a silent connection is closed."""
 _MOST_KEYS = 40
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
@@ -52,27 +53,31 @@ class Response:
     """The answer to a request."""
 
     body: bytes
-    kind: str = "text/html; charset=utf-8"
+    kind: str = "text/html; charset=utf-8"  # the Content-Type
     status: HTTPStatus = HTTPStatus.OK
-    location: str | None = None  # for a redirection, the page to go to
+    location: str | None = None  # the target of a redirect
     policy: str = POLICY
     file_name: str | None = None  # of a download; letters, digits, `-`, `_` and `.`
-    chunks: Iterator[bytes] | None = None  # the body, where it is made while it is sent
+    chunks: Iterator[bytes] | None = None  # a body that is generated while it is sent
 
 
 Respond = Callable[[str, dict[str, str]], Response]
-"""From the name of a page and the keys of its query to the answer."""
+"""Maps the path of a page, below the key, and its query to a response."""
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Answers requests from this machine, each in a thread of its own; `url` is the first page.
+    """Answers requests from this machine, each in a thread of its own.
 
     Args:
-        respond: makes the pages; it is called in several threads.
-        port: to listen on; 0 takes a free one.
+        respond: makes the responses. Several threads call it.
+        port: the port to listen on; 0 for a free one.
+
+    Attributes:
+        key: the random first part of every path.
+        url: the address of the first page.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be opened.
     """
 
     daemon_threads = True
@@ -89,23 +94,24 @@ class ViewServer(ThreadingHTTPServer):
                 f"view: port {port} cannot be opened ({error}): leave out --port to get a free one"
             ) from None
         self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
-        if self.server_port == 80:  # browsers leave this one out
+        if self.server_port == 80:  # browsers omit the default port
             self.hosts |= {ADDRESS, "localhost"}
         self.url = f"http://{ADDRESS}:{self.server_port}/{self.key}/"
 
     def server_bind(self) -> None:
-        """Bind; the standard library would ask the network for this machine's name."""
+        """Bind the socket without the DNS lookup of this machine's name that the base class
+        does."""
         socket.socket.bind(self.socket, self.server_address)
         self.server_name, self.server_port = ADDRESS, self.socket.getsockname()[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left in the middle of an answer is no error."""
+        """Ignore a browser that disconnects during a response; report other errors."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection, which is closed after its answer."""
+    """Handles one connection, which is closed after its response."""
 
     server: ViewServer
     server_version, sys_version = "batchgen", ""
@@ -118,15 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self._response())
 
     def parse_request(self) -> bool:
-        """Read the request, and answer it here if it is refused."""
+        """Read the request. A request that must be refused is answered here."""
         if not super().parse_request():
             return False
-        if refused := self._refusal():
-            self.send_error(*refused)
+        if refusal := self._refusal():
+            self.send_error(*refusal)
             return False
         return True
 
     def _refusal(self) -> tuple[HTTPStatus, str] | None:
+        """Return why the request must be refused; None if it may be answered."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
             return HTTPStatus.FORBIDDEN, (
@@ -136,15 +143,15 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.METHOD_NOT_ALLOWED, "this server only reads"
         if len(self.path) > LONGEST_TARGET:
             return HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long"
-        is_ours = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
-        if not is_ours and self.headers.get("Sec-Fetch-Dest") != "document":
+        is_same_site = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if not is_same_site and self.headers.get("Sec-Fetch-Dest") != "document":
             return HTTPStatus.FORBIDDEN, "pages from elsewhere cannot load this"
         return None
 
     def _response(self) -> Response:
         try:
             target = urlsplit(self.path)
-        except ValueError:  # a bracket without the other, as of an address of IPv6
+        except ValueError:  # an unmatched bracket, which reads as a part of an IPv6 address
             return _plain(HTTPStatus.BAD_REQUEST, "This is not a valid address.")
         key, slash, page = target.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(key.encode(), self.server.key.encode()):
@@ -159,14 +166,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.respond(page, query)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with a line of plain text; the standard library's is HTML."""
+        """Answer with a line of plain text, where the base class would send HTML."""
         status = HTTPStatus(code)
         self.close_connection = True
         self._send(_plain(status, message or status.phrase))
 
     def _send(self, response: Response) -> None:
         if response.chunks is not None:
-            # In chunks a browser can tell a file that is whole from one that broke off.
+            # Chunked transfer lets a browser detect a download that ended early.
             self.protocol_version = "HTTP/1.1"
         self.send_response(response.status)
         for name, value in _HEADERS.items():
@@ -191,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         if response.chunks is None:
             self.wfile.write(response.body)
             return
-        for chunk in filter(None, response.chunks):  # an empty one would be the end
+        for chunk in filter(None, response.chunks):  # an empty chunk would end the body
             self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         self.wfile.write(b"0\r\n\r\n")
 

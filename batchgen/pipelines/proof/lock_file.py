@@ -74,8 +74,10 @@ class LockFile:
     def text(self) -> str:
         """The text of the file."""
         proof = {
-            name: {key: value for key, value in asdict(one).items() if value not in (None, ())}
-            for name, one in self.proof.items()
+            name: {
+                key: value for key, value in asdict(step_proof).items() if value not in (None, ())
+            }
+            for name, step_proof in self.proof.items()
         }
         values = {LOCK: FORMAT_VERSION, VERSIONS: dict(self.versions)}
         values |= {STEPS: plain_value(self.steps), PROOF: plain_value(proof)}

@@ -1,4 +1,8 @@
-"""Turns a lock file into jobs that can be run, in folders that the user chooses."""
+"""Turns a lock file into jobs that can run, in folders that the user chooses. `batchgen rebuild`
+uses it.
+
+A lock file may come from a stranger, so paths in it are read only after the user confirms them.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +25,33 @@ from batchgen.util.paths import is_url
 _PACKAGE = "package://"
 """The prefix of paths inside installed packages, such as batchgen."""
 _ENDS = ("path", "_file", "_model", "_root")
+"""The endings of keys whose values are paths."""
 _ADAPTERS = "model.lora"
-"""The key of adapters: a path, a list of paths, or paths by name."""
+"""The key of LoRA adapters: a path, a list of paths, or name → path."""
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
-"""Texts that tell a schema or a grammar from a path."""
+"""Strings that occur in a schema or grammar and not in a path."""
 
 
 @dataclass(frozen=True)
 class LockedJobs:
-    """The jobs of a lock: the `pipeline` of its steps, and the `folders` in which they write."""
+    """The jobs of a lock file.
+
+    Attributes:
+        pipeline: the steps of the lock as a pipeline.
+        folders: step name → the folder in which the step writes.
+    """
 
     lock: LockFile
     pipeline: Pipeline
     folders: Mapping[str, str]
 
     def config(self, name: str, folders: Mapping[str, str] | None = None) -> JobConfig:
-        """The job of a step, with its own folders or others."""
+        """Return the job of a step. `folders` replaces the folders of the steps."""
         config = self.pipeline.steps[name].within(self.folders if folders is None else folders)
         sampling = self.lock.steps[name].get("sampling")
-        # A pipeline names the streams of its steps; jobs that read each other may have none.
+        # A pipeline gives every step a random stream. The lock of single jobs may have none.
         if not isinstance(sampling, dict) or sampling.get("stream") is None:
             config = replace(config, sampling=replace(config.sampling, stream=None))
         return config
@@ -55,13 +65,14 @@ def locked_jobs(
     *,
     confirmed: bool = False,
 ) -> LockedJobs:
-    """Make the jobs of a lock file, with the typed arguments.
+    """Compose the jobs of a lock file.
 
     Args:
-        overrides: `output.dir`, and where models and data are, for all steps (`model.path=…`) or
-            one (`judge.model.path=…`).
+        file: the path of the lock file.
+        overrides: the arguments that the user typed: `output.dir`, and the paths of models and data
+            for all steps (`model.path=…`) or for one (`judge.model.path=…`).
         trusted: what the user trusts, see `--trust`.
-        confirmed: whether the user has confirmed the paths that the lock names.
+        confirmed: whether the user has confirmed the paths in the lock.
 
     Raises:
         ConfigError: a key is wrong, a path is not confirmed, or the file names code that is not
@@ -73,7 +84,7 @@ def locked_jobs(
             "output.dir: a lock can only be rebuilt in a folder of this machine: name one"
         )
     typed = {parse_override(argument).key for argument in overrides if "=" in argument}
-    if not confirmed:  # templates and schemas are read when the configuration is made
+    if not confirmed:  # before composing, which reads templates and schemas
         _confirm({name: _nested(step.values) for name, step in values.steps.items()}, typed)
     pipeline = compose_pipeline(values, Trust.of([file], trusted, overrides))
     if not confirmed:
@@ -86,17 +97,21 @@ def locked_jobs(
 
 
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
-    """Refuse to read paths that a stranger's file names before the user has confirmed them."""
-    left = [
+    """Refuse paths that the lock file names and the user has neither typed nor confirmed.
+
+    Raises:
+        ConfigError: lists those paths.
+    """
+    unconfirmed = [
         (f"{name}.{key}", path)
         for name, values in steps.items()
         for key, path in places_read(values)
         if not {key, f"{name}.{key}"} & typed
-        # Adapters by their names are given all at once.
+        # A typed value of the adapters' key replaces all named adapters.
         and not (key.startswith(f"{_ADAPTERS}.") and {_ADAPTERS, f"{name}.{_ADAPTERS}"} & typed)
     ]
-    if left:
-        listed = "".join(f"\n  {key}={path}" for key, path in left)
+    if unconfirmed:
+        listed = "".join(f"\n  {key}={path}" for key, path in unconfirmed)
         raise ConfigError(
             f"the lock names models and data that would be read:{listed}\nname your own with "
             "KEY=PATH, or add --yes to read these"
@@ -104,7 +119,8 @@ def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by group, of which keys may be full names, and groups the names of choices."""
+    """Convert the values of a step to nested groups. Keys may be full names, such as `model.path`,
+    and a group may be the name of a choice."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
@@ -117,15 +133,20 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(config: JobConfig) -> dict[str, Any]:
+    """Return the composed groups of a job that can hold paths of the lock."""
     groups = resolved(config)
     if config.dataset.kind == "job":
-        del groups["dataset"]["path"]  # steps of the lock, in the user's folder
+        del groups["dataset"]["path"]  # folders of other steps, which the user chose
     return {name: groups[name] for name in ("model", "dataset", "prompt", "strategy")}
 
 
 def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The paths that a job reads, by its keys: models, data and files, without those that come with
-    batchgen."""
+    """Yield (key, path) for each model, data set and file that a job reads, except those in
+    installed packages.
+
+    Args:
+        values: the job's configuration by group.
+    """
     for group, group_values in values.items():
         if group == "rows":
             for index, step in enumerate(group_values if isinstance(group_values, list) else ()):
@@ -137,7 +158,7 @@ def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
-    """All paths in a value and in the values inside it."""
+    """Yield (key, path) for each path in a value, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _places(item, f"{key}.{name}", is_place)
@@ -154,10 +175,12 @@ def _is_place(key: str, value: str) -> bool:
 
 
 def _is_place_of_step(key: str, value: str) -> bool:
-    """A step of `rows` may find the pieces that it adds in a file, under any key."""
+    """Whether an option of a step of `rows` is a path. A step may read a file from an option of any
+    name."""
     return key.endswith(_ENDS) or "/" in value or value.endswith(_TABLES)
 
 
 def _is_place_of_constraint(key: str, value: str) -> bool:
+    """Whether an option of a constraint is a path, and not the schema or grammar itself."""
     named = key.rpartition(".")[2] in _OF_CONSTRAINT
     return named and not any(text in value for text in _TEXT)

@@ -1,4 +1,4 @@
-"""Makes the lock file of a job, of a chain of jobs or of a pipeline."""
+"""Makes the lock file of a job, of a chain of jobs or of a pipeline, for `batchgen lock`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ _GROUPS = (
     *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
     *("post", "score", "output"),
 )
-"""The groups of a configuration that a lock keeps; the others say how a job runs and not what it
-writes."""
+"""The groups of the configuration that a lock keeps. The others decide how a job runs, but not what
+it writes."""
 _NOT_KEPT = {
     "dataset": {"follow"},
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
+"""The keys of those groups that a lock leaves out, for the same reason."""
 _PATH = "path"
 
 
 def make_lock(job_path: str) -> LockFile:
-    """The lock of a folder, with all jobs whose rows it reads.
+    """Make the lock of a folder, including all jobs whose rows it reads, directly or through other
+    jobs.
 
     Raises:
-        ConfigError: a job is not complete, or one whose rows it read is missing or has changed.
+        ConfigError: a job is not complete, or a job whose rows were read is missing or has changed.
         JobError: a file is damaged.
     """
     out = folder_here(job_path, "batchgen lock")
@@ -60,7 +62,7 @@ def make_lock(job_path: str) -> LockFile:
 
 
 class _Chain:
-    """The jobs that were found so far, each after those whose rows it reads."""
+    """Collects jobs for a lock, each after the jobs whose rows it reads."""
 
     def __init__(self) -> None:
         self.steps: dict[str, dict[str, Any]] = {}
@@ -69,7 +71,7 @@ class _Chain:
         self._names: dict[Path, str] = {}
 
     def add(self, user_path: str) -> str:
-        """Add a job and those before it; returns its name."""
+        """Add a job, after the jobs that it reads, and return its name in the lock."""
         reader = open_folder(user_path, "lock")
         path = reader.path.resolve()
         if path in self._names:
@@ -85,7 +87,7 @@ class _Chain:
         return name
 
     def _name(self, path: Path, *, several: bool) -> str:
-        """What the job is called in the lock."""
+        """Return a new name for a job in the lock, made from its folder's name."""
         name = step_of(path.name) or re.sub(r"[^A-Za-z0-9_-]", "_", path.name)
         if not STEP_NAME.fullmatch(name):
             name = f"job_{name}"[:40]
@@ -95,17 +97,21 @@ class _Chain:
 
 
 def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) -> list[OtherJob]:
-    """The jobs whose rows a job has read, as its manifest knows them."""
+    """Return the jobs that are the data set of a job.
+
+    Raises:
+        ConfigError: a job has other rows than those that the manifest says were read.
+    """
     dataset = groups.get("dataset") or {}
     if dataset.get("kind") != "job":
         return []
     jobs = read_jobs(
         places_beside(build(DatasetConfig, dict(dataset), "dataset").paths, reader.path), None
     )
-    known = reader.manifest["fingerprints"]
+    fingerprints = reader.manifest["fingerprints"]
     for job in jobs:
         key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB
-        if known.get(key) != job.read.digest:
+        if fingerprints.get(key) != job.read.digest:
             raise ConfigError(
                 f"{user_path}: {job.user_path} is not the job whose rows were read: put that one "
                 "in its place, or run the job again"
@@ -114,7 +120,7 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) ->
 
 
 def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
-    """The folders of jobs that steps of `rows` read, by the places of the steps."""
+    """Return the folders of jobs that steps of `rows` read as tables, by the index of the step."""
     tables = {}
     for index, step in enumerate(groups.get("rows") or ()):
         path = _options(step).get(_PATH)
@@ -124,7 +130,7 @@ def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _options(step: Mapping[str, Any]) -> Any:
-    """The options of a step of `rows`, by its short name or by its class."""
+    """Return the options of a step of `rows`, which is given by its class or by its short name."""
     if "_target_" in step:
         return step
     (options,) = step.values()
@@ -134,7 +140,14 @@ def _options(step: Mapping[str, Any]) -> Any:
 def lock_step(
     groups: Mapping[str, Any], parents: Sequence[str], tables: Mapping[int, str]
 ) -> dict[str, Any]:
-    """A job as a step of a lock: keys without a value are left out where that says the same."""
+    """Convert the configuration of a job to a step of a lock. Keys without a value are left out if
+    the defaults compose to the same configuration.
+
+    Args:
+        groups: the job's configuration by group.
+        parents: the names of the steps whose rows are the data set.
+        tables: index of a step of `rows` → the name of the step whose rows it reads.
+    """
     kept: dict[str, Any] = {}
     for name in _GROUPS:
         group = groups.get(name)
@@ -164,6 +177,7 @@ def _set(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The full configuration that the values of a job compose to. No code in it runs."""
+    """Return the full configuration that the values of a job compose to. No code that the values
+    name is run."""
     with_folder = {**values, "output": {**values["output"], "dir": "."}}
     return resolved(load_config(compose_groups(with_folder).groups, TYPED))

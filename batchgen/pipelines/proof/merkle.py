@@ -1,8 +1,9 @@
-"""A Merkle tree over the rows of a folder: one digest, however the rows are spread over files.
+"""A Merkle tree over the rows of a folder: one digest of the rows' values, whatever the bytes of
+the files are. `folder_proof` computes it for lock files.
 
-A leaf is a digest of one row: of the names, types and values of its columns, bit by bit. A node is
-a digest of two nodes or leaves; the last one of an odd number moves up unchanged. The root of a
-shard is over its rows, and the root of a folder is over the roots of its shards.
+A leaf is a digest of one row: of the names, types and values of its columns, bit by bit. An inner
+node is a digest of two nodes. The last node of an odd number moves up unchanged. The root of a
+shard is over the leaves of its rows, and the root of a folder is over the roots of its shards.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ from batchgen.storage.shards.checked_file import CheckedFile
 
 Digest = bytes
 SIZE = 32
-"""Bytes of a digest, enough that nobody can find two rows with equal digests."""
+"""The bytes of a digest, enough that nobody can make two rows with equal digests."""
 _LEAF, _NODE, _NONE = b"batchgen row", b"batchgen node", b"batchgen none"
 _BATCH = 256
 
 
 def leaves(batch: pa.RecordBatch | pa.Table) -> Iterator[Digest]:
-    """The leaf of each row."""
+    """Yield the leaf of each row."""
     names = [f"{field.name}\0{field.type}\0".encode() for field in batch.schema]
     for row in range(batch.num_rows):
-        one = batch.slice(row, 1)
+        row_slice = batch.slice(row, 1)
         digest = blake2b(digest_size=SIZE, person=_LEAF)
-        for name, column in zip(names, one.columns, strict=True):
-            array = pa.concat_arrays(column.chunks) if isinstance(one, pa.Table) else column
+        for name, column in zip(names, row_slice.columns, strict=True):
+            array = pa.concat_arrays(column.chunks) if isinstance(row_slice, pa.Table) else column
             digest.update(len(name).to_bytes(8, "little") + name + array_digest(array, SIZE))
         yield digest.digest()
 
 
 def shard_leaves(path: Path) -> list[Digest]:
-    """The leaves of the rows of a shard, in order. Raises JobError if it is damaged."""
+    """Return the leaves of the rows of a shard, in order. Raises JobError if the shard is
+    damaged."""
     with CheckedFile(path) as file:
         return [leaf for batch in file.batches(_BATCH) for leaf in leaves(batch)]
 
 
 def root(digests: Sequence[Digest]) -> Digest:
-    """The root over leaves, or over the roots of shards."""
+    """Return the root over leaves, or over the roots of shards."""
     level = list(digests)
     if not level:
         return blake2b(digest_size=SIZE, person=_NONE).digest()
@@ -52,8 +54,9 @@ def root(digests: Sequence[Digest]) -> Digest:
 
 
 def _above(level: Sequence[Digest]) -> list[Digest]:
-    pairs = [_node(*level[i : i + 2]) for i in range(0, len(level) - 1, 2)]
-    return pairs + list(level[len(level) - len(level) % 2 :])
+    """Return the next level of the tree."""
+    parents = [_node(*level[i : i + 2]) for i in range(0, len(level) - 1, 2)]
+    return parents + list(level[len(level) - len(level) % 2 :])
 
 
 def _node(left: Digest, right: Digest) -> Digest:

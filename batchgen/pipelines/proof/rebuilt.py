@@ -1,4 +1,5 @@
-"""Makes the rows of a lock file again, and compares their digests with the file's."""
+"""Makes the rows of a lock file again, and compares their digests with those in the file. `batchgen
+rebuild` uses it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ _DATASET = "dataset"
 
 @dataclass(frozen=True)
 class RebuiltStep:
-    """A rebuilt step: its `difference` from the lock in words, None if its rows are equal.
-    `same_bytes` says whether its files are equal as well."""
+    """A step that was rebuilt and compared with the lock.
+
+    Attributes:
+        difference: how the rows differ from those of the lock, in words; None if they are equal.
+        same_bytes: whether the bytes of the files are equal as well; True if the lock has no
+            digests of files.
+    """
 
     name: str
     rows: int
@@ -36,15 +42,18 @@ class RebuiltStep:
 
 
 def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltStep | int]:
-    """Run the steps of a lock, each in its folder, and compare each when it is complete. Steps that
-    are complete there are not run again.
+    """Run the steps of a lock, each in its folder, and compare each step after it. A step that is
+    already complete in its folder is not run again.
+
+    Args:
+        say: prints a line of progress.
 
     Yields:
-        Each step, and at last the number of a signal if one has stopped a step.
+        Each step. If a signal stops a step, the number of the signal, as the last item.
 
     Raises:
-        ConfigError: model or data are not those of the lock. Nothing of that step was computed.
-        JobError: a step cannot go on.
+        ConfigError: model or data differ from those of the lock. The step has not run.
+        JobError: a step cannot continue.
     """
     for name, proof in jobs.lock.proof.items():
         with opened(jobs.config(name), name, proof) as (config, parts):
@@ -60,26 +69,30 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
 def opened(
     config: JobConfig, name: str, proof: StepProof
 ) -> Iterator[tuple[JobConfig, ResolvedJob]]:
-    """Open a job. Raises ConfigError unless its models and data are those of the lock."""
+    """Open a job for the time of the `with` block, and yield its configuration and its parts.
+
+    Raises:
+        ConfigError: its models or data differ from those of the lock.
+    """
     if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
-        # Rows that were added since are not of the set.
+        # Rows that were added to the data set after the lock was made are left out.
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
     parts = resolve_job(config)
     try:
         manifest = job_manifest(config, parts, output_schema(config, parts))
         fingerprints = without_places(manifest.fingerprints)
-        lines = [
-            f"{what}: {known} in the lock, {fingerprints.get(what, 'none')} here"
-            for what, known in proof.fingerprints.items()
-            if what != _DATASET
-            and not what.startswith(READ_JOB)
-            and fingerprints.get(what) != known
+        differences = [
+            f"{key}: {expected} in the lock, {fingerprints.get(key, 'none')} here"
+            for key, expected in proof.fingerprints.items()
+            if key != _DATASET
+            and not key.startswith(READ_JOB)
+            and fingerprints.get(key) != expected
         ]
-        lines += _other_data(parts, proof, fingerprints.get(_DATASET))
-        if lines:
+        differences += _other_data(parts, proof, fingerprints.get(_DATASET))
+        if differences:
             raise ConfigError(
                 f"step {name} was made from something else than what is here:\n  "
-                + "\n  ".join(lines)
+                + "\n  ".join(differences)
             )
         yield config, parts
     finally:
@@ -87,8 +100,8 @@ def opened(
 
 
 def _other_data(parts: ResolvedJob, proof: StepProof, fingerprint: str | None) -> Iterator[str]:
-    """How the rows that a step reads differ from those of the lock; of other jobs only the rows
-    that this one makes are compared."""
+    """Yield how the input rows of a step differ from those of the lock. Rows of other jobs are not
+    compared here, because those jobs are steps of the lock too."""
     source = content_of(parts.source, parts.prompt)
     if proof.dataset is None or proof.dataset_rows is None:
         if not parts.source.jobs and fingerprint != proof.fingerprints.get(_DATASET):
@@ -103,7 +116,7 @@ def _other_data(parts: ResolvedJob, proof: StepProof, fingerprint: str | None) -
 
 
 def rebuilt_step(name: str, proof: StepProof, digests: FolderDigests) -> RebuiltStep:
-    """Compare a step with its proof in the lock."""
+    """Compare the digests of a folder with the proof of its step."""
     same_bytes = list(proof.files) == digests.files if proof.files else True
     return RebuiltStep(
         name, digests.rows, len(digests.files), _difference(proof, digests), same_bytes
@@ -111,6 +124,7 @@ def rebuilt_step(name: str, proof: StepProof, digests: FolderDigests) -> Rebuilt
 
 
 def _difference(proof: StepProof, digests: FolderDigests) -> str | None:
+    """Describe the first difference from the proof; None if the rows and grades are equal."""
     if digests.columns != proof.columns:
         return "it has other columns"
     if (digests.rows, len(digests.files)) != (proof.rows, proof.shards):

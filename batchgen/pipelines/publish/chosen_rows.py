@@ -20,7 +20,19 @@ from batchgen.util.text.row_json import json_text
 
 @dataclass(frozen=True)
 class SelectionRequest:
-    """The options of `batchgen select`. Each text is an expression over the columns of a row."""
+    """The options of `batchgen select`. Each text is an expression over the columns of a row.
+
+    Attributes:
+        where: rows must make this expression true.
+        best: keep, of the samples of each input row, the one with the highest value.
+        dedupe: keep one of the rows with equal values.
+        by: sort by this number, in descending order.
+        top: keep this many rows of the sorted result.
+        ascending: sort in ascending order.
+
+    Raises:
+        ConfigError: an option lacks another that it needs.
+    """
 
     where: str | None = None
     best: str | None = None
@@ -40,20 +52,28 @@ class SelectionRequest:
 
 @dataclass
 class Funnel:
-    """The number of rows that were left after each option."""
+    """The number of rows that remain after each step of a selection."""
 
     steps: list[tuple[str, int]] = field(default_factory=list)
 
     def left(self, step: str, rows: int) -> None:
+        """Record how many rows remain after a step."""
         self.steps.append((step, rows))
 
     def lines(self) -> list[str]:
+        """Return a line of text for each step."""
         return [f"{rows:>12,}  {step}" for step, rows in self.steps]
 
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """[R] The locations of rows, in the order in which they are to be written."""
+    """The locations of the R chosen rows, in the order in which they are written.
+
+    Attributes:
+        job: [R], the index of the job.
+        shard: [R], the shard in the job.
+        position: [R], the index in the shard.
+    """
 
     job: npt.NDArray[np.int32]
     shard: npt.NDArray[np.int32]
@@ -64,27 +84,28 @@ class WriteOrder:
 
 
 def value_digest(value: Any) -> bytes:
-    """[16] A digest of a value: equal for values whose JSON is equal."""
+    """Return a digest of a value (16 bytes); values with equal JSON have equal digests."""
     return blake2b(json_text(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[WriteOrder, Funnel]:
-    """Choose rows: those for which `where` is true, of each input row the `best` sample, sorted
-    `by` a number, the first of those with equal `dedupe`, and the `top` of the result.
+    """Choose rows of jobs, and their order.
 
-    Rows with an error are never taken. A tie goes to the row that comes first. Of rows that agree,
-    the first in the sorted order stays, so the best. About 40 bytes a row are in memory.
+    The options apply in this order: error rows are dropped; `where` filters; `best` keeps one
+    sample of each input row; `by` sorts; `dedupe` keeps the first of equal rows in the sorted
+    order, which is the best; `top` cuts the end off. Rows that tie stay in the order of the jobs.
+    About 40 bytes per row are in memory.
     """
     funnel, kept = Funnel(), _Kept()
-    rows = [_Pass(number, job, choice) for number, job in enumerate(jobs)]
-    for one in rows:
-        one.run(kept)
-    seen, errors = (sum(getattr(one, name) for one in rows) for name in ("seen", "errors"))
+    passes = [_Pass(number, job, choice) for number, job in enumerate(jobs)]
+    for job_pass in passes:
+        job_pass.run(kept)
+    seen, errors = (sum(getattr(p, name) for p in passes) for name in ("seen", "errors"))
     funnel.left("rows in all", seen)
     if errors:
         funnel.left("without error rows", seen - errors)
     if choice.where is not None:
-        funnel.left(f"--where {choice.where}", sum(one.passed for one in rows))
+        funnel.left(f"--where {choice.where}", sum(p.passed for p in passes))
     if choice.best is not None:
         funnel.left(f"--best {choice.best}", len(kept.job))
     order = np.arange(len(kept.job))
@@ -105,16 +126,17 @@ def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[Writ
 
 
 class _Kept:
-    """The rows that `where` and `best` leave: their locations, and the values that sort and compare
-    them."""
+    """The rows that remain after `where` and `best`: their locations, and their values for `by` and
+    `dedupe`."""
 
     def __init__(self) -> None:
         self.job, self.shard, self.place = array("i"), array("i"), array("i")
-        self.by = array("d")  # NaN without a number
-        self.same = bytearray()  # 16 bytes a row, of the value of --dedupe
-        self.comparable = bytearray()  # 1 byte a row: whether it has a value for --dedupe
+        self.by = array("d")  # the value of --by; NaN for none
+        self.same = bytearray()  # 16 bytes per row: the digest of its value of --dedupe
+        self.comparable = bytearray()  # 1 byte per row: whether it has a value of --dedupe
 
     def add(self, job: int, row: LocatedRow, by: float | None, same: bytes | None) -> None:
+        """Append a row; `same` is the digest of its value of --dedupe."""
         self.job.append(job)
         self.shard.append(row.shard)
         self.place.append(row.position)
@@ -124,7 +146,11 @@ class _Kept:
 
 
 class _Pass:
-    """The pass over the rows of one job."""
+    """One pass over the rows of a job.
+
+    Attributes:
+        seen, errors, passed: the numbers of all rows, of error rows, and of rows that pass `where`.
+    """
 
     def __init__(self, number: int, job: FinishedRows, choice: SelectionRequest) -> None:
         self._number, self._job = number, job
@@ -141,7 +167,8 @@ class _Pass:
         self.seen = self.errors = self.passed = 0
 
     def run(self, kept: _Kept) -> None:
-        """Add the rows that pass `where`, or of each input row the best of them."""
+        """Add the rows that pass `where` to `kept`; with `best`, only the best of each input
+        row."""
         if "best" not in self._of:
             for row in self._passed():
                 self._add(kept, row)
@@ -162,6 +189,7 @@ class _Pass:
             self._add(kept, best[2])
 
     def _passed(self) -> Iterator[LocatedRow]:
+        """Yield the rows without an error that pass `where`."""
         for row in self._job.rows(self._wanted):
             self.seen += 1
             if not self._job.is_set and row.variables["error"] is not None:
@@ -171,7 +199,8 @@ class _Pass:
                 yield row
 
     def _group(self, row: LocatedRow) -> Any:
-        """What the samples of one input row have in common; they stand together."""
+        """Return a value that the samples of one input row share, and other rows do not. Such
+        samples are adjacent in the job."""
         if not self._job.is_set:
             return row.variables["row_index"]
         source = row.variables.get("source")
@@ -184,7 +213,11 @@ class _Pass:
 
 
 def _first_of_each(order: npt.NDArray[np.int64], kept: _Kept) -> npt.NDArray[np.int64]:
-    """The first of the rows with equal digests, and all without one, in their order."""
+    """Keep the first row of each value of `dedupe`, and all rows without a value, in their order.
+
+    Args:
+        order: indices of kept rows.
+    """
     digests = np.frombuffer(bytes(kept.same), np.uint64).reshape(-1, 2)[order]
     comparable = np.frombuffer(bytes(kept.comparable), bool)[order]
     by_digest = np.lexsort((digests[:, 1], digests[:, 0]))  # stable
@@ -192,5 +225,5 @@ def _first_of_each(order: npt.NDArray[np.int64], kept: _Kept) -> npt.NDArray[np.
     is_first = np.append(True, np.any(ordered[1:] != ordered[:-1], axis=1))[: len(order)]
     first = np.zeros(len(order), bool)
     first[by_digest[is_first]] = True
-    left: npt.NDArray[np.int64] = order[first | ~comparable]
-    return left
+    remaining: npt.NDArray[np.int64] = order[first | ~comparable]
+    return remaining

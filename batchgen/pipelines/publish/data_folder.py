@@ -1,7 +1,8 @@
-"""Writes folders with Parquet files in `data`, a card and SET_FILE, which appear whole or not at
-all.
+"""Writes a folder with Parquet files in `data`, a card and SET_FILE. The folder appears whole or
+not at all.
 
-`select` and `export` use it. SET_FILE (selection.json) says from which jobs the rows came.
+`select` and `export` use `write_folder`. SET_FILE (selection.json) says from which jobs the rows
+came.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import is_url, user_path
 
 ROWS_PER_GROUP = 1000
-"""Rows of a row group, which readers have in memory at a time."""
+"""The rows of a row group, the unit that readers hold in memory."""
 ROWS_PER_SHARD = 10 * ROWS_PER_GROUP
 
 
 def request_digest(request: Mapping[str, Any]) -> str:
-    """The digest of a request, which decides the content of a folder."""
+    """Return the digest of a request: of everything that decides the content of a folder."""
     text = json.dumps(request, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def new_folder(job_path: str) -> Path:
-    """Check the folder that a user names for a new set. Raises ConfigError for an object store."""
+    """Return the path of the folder that the user names for a new set. Raises ConfigError for an
+    object store."""
     if is_url(job_path):
         raise ConfigError(
             f"--out {job_path}: a set can only be written to a folder of this machine: name one"
@@ -49,8 +51,15 @@ def new_folder(job_path: str) -> Path:
 
 
 def is_there(path: Path, request: str) -> bool:
-    """Whether a folder already has the result of a request. Raises ConfigError if it has anything
-    else, JobError if it has lost some of it."""
+    """Whether a folder already has the result of a request.
+
+    Args:
+        request: the digest of the request.
+
+    Raises:
+        ConfigError: the folder has other content.
+        JobError: the folder has the result, but some of it is missing or damaged.
+    """
     if not os.path.lexists(path):
         return False
     if path.is_dir() and (path / SET_FILE).is_file() and set_facts(path)["request"] == request:
@@ -66,9 +75,14 @@ def is_there(path: Path, request: str) -> bool:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` that gets its name when the body ends without an error.
+    """Yield a new hidden folder next to `path`, which is renamed to `path` if the body ends without
+    an error.
 
-    Leftovers of a killed process are deleted. A second process at the same time is refused.
+    Leftovers of a killed process are deleted. The folder is locked against a second process.
+
+    Raises:
+        ConfigError: another process is writing the same folder.
+        JobError: the folder cannot be written.
     """
     hidden, lock = (path.with_name(f".{path.name}.{end}") for end in ("unfinished", "lock"))
     try:
@@ -81,7 +95,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield hidden
             for folder in (hidden / "data", hidden):
                 fsync_path(folder)
-            hidden.rename(path)  # over an empty folder at most
+            hidden.rename(path)  # fails unless `path` is absent or an empty folder
             fsync_path(path.parent)
             lock.unlink(missing_ok=True)
     except OSError as error:
@@ -96,7 +110,11 @@ def _lock(path: Path, lock: Path) -> FolderLock:
 
 
 class ShardWriter:
-    """Writes rows into shards of ROWS_PER_SHARD; `rows` counts them."""
+    """Writes rows into Parquet shards of ROWS_PER_SHARD rows.
+
+    Attributes:
+        rows: the number of rows written so far.
+    """
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self._data, self._schema = folder / "data", schema
@@ -106,16 +124,18 @@ class ShardWriter:
         self.rows = 0
 
     def add(self, table: pa.Table) -> None:
-        """Add rows with the columns of the schema."""
+        """Write rows, which have the columns of the schema. Rows short of a full row group are held
+        back."""
         while table.num_rows:
-            waiting = sum(one.num_rows for one in self._waiting)
+            waiting = sum(part.num_rows for part in self._waiting)
             self._waiting.append(table.slice(0, ROWS_PER_GROUP - waiting))
             table = table.slice(ROWS_PER_GROUP - waiting)
             if waiting + self._waiting[-1].num_rows == ROWS_PER_GROUP:
                 self._write_group()
 
     def close(self) -> None:
-        """Write what is left. Without rows there is one shard that has none."""
+        """Write the rows that were held back, and end the last shard. A set without rows has one
+        empty shard."""
         if self._waiting or not self.rows:
             self._write_group()
         self._end_shard()
@@ -151,7 +171,14 @@ def write_folder(
     facts: Mapping[str, Any],
     card: Callable[[int], str],
 ) -> int:
-    """Write a folder with these rows, a `card` made from their number, and `facts` as SET_FILE.
+    """Write a new folder with rows, a card and SET_FILE.
+
+    Args:
+        path: the folder.
+        schema: the columns of the rows.
+        tables: the rows.
+        facts: the content of SET_FILE, to which the number and digest of the rows are added.
+        card: makes the text of README.md from the number of rows.
 
     Returns:
         The number of rows.

@@ -1,7 +1,7 @@
-"""Reads the rows of a complete job with their grades, or those of a set.
+"""Reads the rows of a complete job, with their grades, or the rows of a set.
 
-A *set* is a folder of rows that `select` or `export` wrote from jobs. Trainer formats, `push`,
-`trace` and `audit` read rows through `FinishedRows`.
+A *set* is a folder of rows that `select` or `export` wrote from jobs. Exports, `push`, `trace` and
+`audit` open rows with `open_rows`, and read them through `FinishedRows`.
 """
 
 from __future__ import annotations
@@ -27,36 +27,44 @@ from batchgen.util.paths import is_url, user_path
 from batchgen.util.text.row_json import row_reader
 
 SET_FILE = "selection.json"
-"""The file of a set that says which jobs its rows came from, and how they were chosen."""
+"""The file of a set that says from which jobs its rows came, and how they were chosen."""
 SET_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class LocatedRow:
-    """A row with its location; `variables` are the values that expressions and templates see."""
+    """A row with its location.
+
+    Attributes:
+        shard: the shard of the row.
+        position: the index of the row in its shard.
+        variables: the values that expressions and templates can use, by name.
+    """
 
     shard: int
-    position: int  # in its shard, from 0
+    position: int
     variables: Mapping[str, Any]
 
 
 def set_row_name(row: LocatedRow) -> str:
-    """The name of a row in messages, by its id if that was read."""
+    """Return the name of a row for messages: its id, if that was read, otherwise its location."""
     variables = row.variables
     name = variables.get("row_id", variables.get("id"))
     return f"row {row.position} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
 class FinishedRows(FinishedShards):
-    """Rows that will not change any more.
+    """The rows of a complete job or of a set, which no longer change.
 
     Attributes:
         user_path: the folder as the user typed it.
+        text_column: the column of the generated texts.
+        columns: the columns of rows and grades, by the names that expressions use.
         manifest: the content of a job's manifest.json; empty for a set.
+        metrics: the content of a job's metrics.json; empty for a set.
         facts: the content of a set's SET_FILE; None for a job.
-        metrics: the content of metrics.json; empty for a set.
-        config: the configuration by group; of a set, that of its jobs, if they had equal
-            prompts, else empty.
+        config: the job's configuration by group. For a set, the configuration of its first job if
+            all its jobs have equal prompts, otherwise empty.
     """
 
     def __init__(
@@ -78,12 +86,17 @@ class FinishedRows(FinishedShards):
         return self.facts is not None
 
     def refuse_set(self, what: str) -> None:
-        """Raise ConfigError if the rows are those of a set, which do not say how they ended."""
+        """Raise ConfigError if the rows are those of a set, which do not record how generation
+        ended.
+
+        Args:
+            what: the use that needs a job, for the message.
+        """
         if self.is_set:
             raise ConfigError(f"{what} is for jobs, and {self.user_path} is a set: give its job")
 
     def group(self, name: str) -> dict[str, Any]:
-        """A group of the configuration; empty if there is none."""
+        """Return a group of the configuration; empty if there is none."""
         values = self.config.get(name)
         return values if isinstance(values, dict) else {}
 
@@ -95,20 +108,22 @@ class FinishedRows(FinishedShards):
         return fingerprint_text(self.fingerprint, self.grades_digest)
 
     def rows(self, wanted: Wanted) -> Iterator[LocatedRow]:
-        """The rows with some columns, in order."""
+        """Yield the rows in order, with the wanted columns."""
         names, graded = self.columns.ordered(wanted)
         parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
         for shard in range(len(self.shards)):
             index = 0
             for table, grades in self.tables(shard, names, graded):
                 grade_rows = grades.to_pylist() if graded else [{}] * len(table)
-                for fields, one in zip(table.to_pylist(), grade_rows, strict=True):
-                    yield LocatedRow(shard, index, self.columns.variables(parse(fields), one))
+                for fields, grade_fields in zip(table.to_pylist(), grade_rows, strict=True):
+                    yield LocatedRow(
+                        shard, index, self.columns.variables(parse(fields), grade_fields)
+                    )
                     index += 1
 
 
 def is_set(job_path: str) -> bool:
-    """Whether a folder is one that `select` or `export` wrote."""
+    """Whether a folder was written by `select` or `export`."""
     if is_url(job_path):
         return False
     path = user_path(job_path, "OUT")
@@ -116,7 +131,13 @@ def is_set(job_path: str) -> bool:
 
 
 def open_rows(job_path: str) -> FinishedRows:
-    """Open the rows of a complete job or of a set. Raises ConfigError, which says what to do."""
+    """Open the rows of a complete job or of a set.
+
+    Raises:
+        ConfigError: the folder has neither, or the job is not complete. The message says what to
+            do.
+        JobError: the rows are damaged.
+    """
     if is_set(job_path):
         return _open_set(job_path, user_path(job_path, "OUT"))
     reader = open_job_reader(job_path)
@@ -130,7 +151,7 @@ def set_facts(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: a file of the folder is a link.
-        JobError: SET_FILE is not one of this program.
+        JobError: SET_FILE is missing or malformed.
     """
     refuse_links(path)
     if (path / SET_FILE).is_symlink():
@@ -148,10 +169,11 @@ def set_facts(path: Path) -> dict[str, Any]:
 
 
 def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
-    """Read the SET_FILE of a folder, and check that the shards are those that it names.
+    """Read the SET_FILE of a folder, and check that the folder has all shards that it names.
 
     Raises:
-        ConfigError, JobError: see `set_facts` and `whole_shards`, or other rows lie there.
+        ConfigError, JobError: as in `set_facts` and `whole_shards`.
+        JobError: the rows differ from those that were written.
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)
@@ -164,7 +186,8 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
 
 
 def set_digest(whole: WholeShards) -> str:
-    """A digest of all rows of a set and of their columns, from the checksums of its shards."""
+    """Return a digest of all rows of a set and of its columns, computed from the checksums of its
+    shards."""
     columns = [f"{field.name} {field.type}" for field in whole.schema]
     return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))
 
@@ -178,7 +201,7 @@ def _open_set(user_path: str, path: Path) -> FinishedRows:
         )
     configs = [c if isinstance(c := one.get("config"), dict) else {} for one in facts["jobs"]]
     prompts = [config.get("prompt") for config in configs]
-    is_one = configs and all(prompt == prompts[0] for prompt in prompts)
-    config = configs[0] if is_one else {}
+    have_one_prompt = configs and all(prompt == prompts[0] for prompt in prompts)
+    config = configs[0] if have_one_prompt else {}
     text = facts.get("text_column", "")
     return FinishedRows(user_path, FolderStorage(path), whole, config, text, {}, {}, facts)

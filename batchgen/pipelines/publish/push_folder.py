@@ -1,4 +1,5 @@
-"""Pushes a folder to a data set of the hub, commit by commit, without uploading anything twice."""
+"""Pushes a folder to a data set repository of the Hugging Face Hub, commit by commit, for `batchgen
+push`. No file is uploaded twice."""
 
 from __future__ import annotations
 
@@ -20,21 +21,22 @@ _T = TypeVar("_T")
 SHARDS_IN_COMMIT = 100
 _TRIES = 8
 """The most consecutive failures of a commit before the push ends."""
-_MOST_WAIT = 60.0
-_LOOK_SECONDS = 30.0
-_CONFLICT = 412
-_TRANSIENT = (408, 429, 500, 502, 503, 504)
+_MOST_WAIT = 60.0  # seconds between two attempts
+_LOOK_SECONDS = 30.0  # seconds between two looks at a running job
+_CONFLICT = 412  # the HTTP status if another commit was made meanwhile
+_TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry can succeed
 
 
 class FolderPush:
-    """The push of one folder into one repository.
+    """The push of one folder to one repository.
 
-    A commit names its parent, so two processes that push at once do not overwrite each other: the
-    later one reads the repository again and continues. The repository is also read again after any
-    failure, so a commit whose answer was lost is not made twice.
+    A commit names its parent, so two processes that push at once cannot overwrite each other: the
+    later one reads the repository again and continues. The repository is also read again after each
+    failure, so a commit whose response was lost is not repeated.
 
     Attributes:
-        pushed, commits: how many files and commits were pushed.
+        pushed: the number of files pushed or deleted.
+        commits: the number of commits made.
     """
 
     def __init__(
@@ -46,10 +48,16 @@ class FolderPush:
         say: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Find or make the repository.
+        """Find the repository, or create it.
+
+        Args:
+            repo: the name of the repository, USER/SET.
+            private: create the repository as a private one.
+            say: prints a line of progress.
 
         Raises:
-            ConfigError: nobody is logged in, the name is none, or the repository holds other rows.
+            ConfigError: the user is not logged in, the name is invalid, or the repository holds
+                other rows.
             JobError: the hub refuses or cannot be reached.
         """
         from huggingface_hub import HfApi, get_token
@@ -86,13 +94,13 @@ class FolderPush:
             )
 
     def _refuse_other_rows(self) -> None:
-        """Refuse a repository that has shards of another job or set."""
+        """Raise ConfigError if the repository has shards of another job or set."""
         name = self._folder.identity_file
-        there = {file.path for file in self._remote_files(self._head())}
-        if not any(path.startswith("data/") for path in there):
+        remote_names = {file.path for file in self._remote_files(self._head())}
+        if not any(path.startswith("data/") for path in remote_names):
             return
         lines = [f"it has no {name}"]
-        if name in there:
+        if name in remote_names:
             with tempfile.TemporaryDirectory(prefix="batchgen-push-") as folder:
                 path = self._api.hf_hub_download(
                     self._repo, name, repo_type="dataset", local_dir=folder
@@ -110,21 +118,25 @@ class FolderPush:
         return f"{self._api.endpoint}/datasets/{self._repo}"
 
     def push(self, *, complete: bool) -> None:
-        """Push the files that the repository lacks. The card of an incomplete job says that it is
-        incomplete; after the push of a complete one the repository has exactly its rows.
+        """Push the files that the repository lacks. After the push of a complete job, files of rows
+        that the job does not have are deleted from the repository.
+
+        Args:
+            complete: whether the job is complete. If not, its card says so.
 
         Raises:
-            JobError: a file is damaged or missing, or the hub refuses, or fails too often. What
-                was pushed stays.
+            JobError: a file is damaged or missing, or the hub refuses or fails too often. What was
+                pushed stays.
         """
         while self._patiently(lambda: self._push_some(complete)):
             pass
 
     def push_while_running(self) -> None:
-        """Push shards as the job publishes them, until it is complete.
+        """Push shards as the job writes them, until it is complete.
 
         Raises:
-            JobError: the job has stopped before that, or the hub refuses. What was there is pushed.
+            JobError: the job stopped before it was complete, after its rows were pushed; or the hub
+                refuses.
         """
         while (status := self._folder.status) == "running":
             self.push(complete=False)
@@ -137,12 +149,13 @@ class FolderPush:
             )
 
     def _push_some(self, complete: bool) -> bool:
-        """Push one commit of missing files; return whether there were any."""
+        """Make one commit: of missing files or, if there are none, of deletions. Returns whether
+        there was anything to commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         head = self._head()
-        there = {file.path: file for file in self._remote_files(head)}
-        batch = self._missing(self._folder.files(complete=complete), there)
+        remote_files = {file.path: file for file in self._remote_files(head)}
+        batch = self._missing(self._folder.files(complete=complete), remote_files)
         for file in batch:
             file.check()
         names = [file.name for file in batch]
@@ -152,7 +165,9 @@ class FolderPush:
         if not batch and complete:
             complete_names = {file.name for file in self._folder.files(complete=True)}
             names = [
-                name for name in there if self._folder.has_rows(name) and name not in complete_names
+                name
+                for name in remote_files
+                if self._folder.has_rows(name) and name not in complete_names
             ]
             operations = [CommitOperationDelete(name) for name in names]
         if not operations:
@@ -173,7 +188,11 @@ class FolderPush:
     def _missing(
         self, files: Iterator[LocalFile], there: dict[str, RepoFile]
     ) -> Sequence[LocalFile]:
-        """The first files that are not there, with at most SHARDS_IN_COMMIT shards."""
+        """Return the first files that the repository lacks, with at most SHARDS_IN_COMMIT shards.
+
+        Args:
+            there: path → file, of the repository.
+        """
         missing: list[LocalFile] = []
         shards = 0
         for file in files:
@@ -186,7 +205,7 @@ class FolderPush:
         return missing
 
     def _is_there(self, file: LocalFile, remote: RepoFile | None) -> bool:
-        """Whether the repository has a file with this size and digest."""
+        """Whether the repository's file has the size and digest of a local file."""
         if remote is None or remote.size != file.size:
             return False
         if remote.lfs is None:
@@ -194,7 +213,7 @@ class FolderPush:
         return remote.lfs.sha256 == self._sha256(file)
 
     def _sha256(self, file: LocalFile) -> str:
-        """The digest of a file, which is computed once as long as the file stays."""
+        """Return the digest of a file, cached until the file changes."""
         stat = file.source.stat()
         stamp, digest = self._known.get(file.source, ((0, 0), ""))
         if stamp != (stat.st_mtime_ns, stat.st_size):
@@ -203,6 +222,7 @@ class FolderPush:
         return digest
 
     def _head(self) -> str:
+        """Return the hash of the repository's last commit."""
         sha = self._api.repo_info(self._repo, repo_type="dataset").sha
         if sha is None:
             raise JobError(f"push: the hub does not say what the last commit of {self._repo} is")
@@ -217,29 +237,33 @@ class FolderPush:
         return [item for item in entries if isinstance(item, RepoFile)]
 
     def _patiently(self, work: Callable[[], _T]) -> _T:
-        """Call a function that may be repeated, until it succeeds or has failed too often."""
+        """Call a function that is safe to repeat, until it succeeds.
+
+        Raises:
+            JobError: the hub refuses, or _TRIES calls have failed.
+        """
         wait = 1.0
-        for left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_TRIES)):
             try:
                 return work()
             except _hub_errors() as error:
-                status, after = _status(error)
+                status, retry_after = _status(error)
                 if status is not None and status not in (*_TRANSIENT, _CONFLICT):
                     raise JobError(f"push: the hub refuses: {_error_text(error)}") from None
-                if not left:
+                if not tries_left:
                     raise JobError(
                         f"push: the hub fails again and again ({_error_text(error)}): what was "
                         "pushed stays, and the same command resumes"
                     ) from None
                 if status != _CONFLICT:
-                    self._sleep(min(after or wait, _MOST_WAIT))
+                    self._sleep(min(retry_after or wait, _MOST_WAIT))
                     wait = min(2 * wait, _MOST_WAIT)
         raise AssertionError
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """The errors that calls of the hub raise if the hub or the network fails; failed uploads raise
-    a RuntimeError with the cause."""
+    """Return the exceptions that calls raise if the hub or the network fails. A failed upload
+    raises a RuntimeError with the cause."""
     from huggingface_hub import errors
 
     network: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
@@ -247,8 +271,8 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _status(error: Exception) -> tuple[int | None, float | None]:
-    """The status of the answer that an error is about, and for how long it asks to wait, in
-    seconds; None without one."""
+    """Return the HTTP status of an error and the seconds to wait that the response asks for; None
+    for either without one."""
     from huggingface_hub.errors import HfHubHTTPError
 
     cause: BaseException | None = error
@@ -256,8 +280,8 @@ def _status(error: Exception) -> tuple[int | None, float | None]:
         cause = cause.__cause__
     if cause is None or cause.response is None:
         return None, None
-    after = cause.response.headers.get("Retry-After", "")
-    return cause.response.status_code, float(after) if after.isdigit() else None
+    retry_after = cause.response.headers.get("Retry-After", "")
+    return cause.response.status_code, float(retry_after) if retry_after.isdigit() else None
 
 
 def _error_text(error: Exception) -> str:

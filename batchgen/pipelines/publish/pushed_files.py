@@ -1,4 +1,5 @@
-"""Lists the files of a folder that go to the hub, and compares them with those that are there."""
+"""Lists the files of a folder that `batchgen push` uploads, and compares the folder with what a
+repository holds."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ _BESIDE = ("config.yaml", ROW_INDEX)
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to be pushed: its path in the repository and on this machine."""
+    """A file to push.
+
+    Attributes:
+        name: its path in the repository.
+        source: its path on this machine.
+    """
 
     name: str
     source: Path
@@ -39,31 +45,34 @@ class LocalFile:
         return self.source.stat().st_size
 
     def sha256(self) -> str:
-        """The digest by which the hub identifies large files."""
+        """Return the digest by which the hub identifies large files."""
         with self.source.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def git_blob(self) -> str:
-        """The digest by which git identifies small files."""
+        """Return the digest by which git identifies small files."""
         content = self.source.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
     def check(self) -> None:
-        """Raise JobError if a file of rows is damaged."""
+        """Raise JobError if the file is a damaged Parquet file."""
         if self.source.suffix == ".parquet":
             with CheckedFile(self.source) as file:
                 file.verify()
 
 
 class PushedFolder:
-    """A job's folder, which may still grow, or one that `select` or `export` wrote.
+    """A folder to push: a job's, which may still grow, or a set's, which `select` or `export`
+    wrote.
 
     Attributes:
+        path: the folder.
         identity_file: the file that identifies the rows: a job's manifest, or SET_FILE.
     """
 
     def __init__(self, job_path: str) -> None:
-        """Raise ConfigError if the folder is neither, JobError if rows are missing."""
+        """Open the folder. Raises ConfigError if it is neither a job's nor a set's, JobError if
+        rows are missing."""
         self.user_path = folder_here(job_path, "batchgen push")
         self._reader: JobFolderReader | None = None
         self.path = Path(step_folder(str(user_path(job_path, "DIR"))))
@@ -81,7 +90,7 @@ class PushedFolder:
 
     @property
     def status(self) -> str:
-        """The job's status; complete for a set."""
+        """The status of the job; `complete` for a set."""
         if self._reader is None:
             return "complete"
         begun = "running" if self._reader.may_run else "stopped"
@@ -93,10 +102,11 @@ class PushedFolder:
             refuse_incomplete(self._reader, self.user_path)
 
     def files(self, *, complete: bool) -> Iterator[LocalFile]:
-        """The files as they are now, those of every commit first, then shards in order.
+        """Yield the files as they are now: first those that describe the rows, then the shards in
+        order.
 
         Args:
-            complete: whether the job is complete, and its grades and figures are final.
+            complete: whether the job is complete, so that its grades and row index are pushed too.
 
         Raises:
             JobError: rows of a complete job are missing.
@@ -118,8 +128,12 @@ class PushedFolder:
                     yield LocalFile(f"{ROWS}/{name}", self.path / ROWS / name)
 
     def differences(self, there: bytes) -> list[str]:
-        """Lines that say how the rows described by a repository's identity file differ from these;
-        none if they are the same, or if these rows continue them."""
+        """Compare the rows with those that a repository holds. Returns a line for each difference;
+        none if the rows are equal, or if the folder's rows continue the repository's.
+
+        Args:
+            there: the content of the repository's identity file.
+        """
         try:
             if self._reader is None:
                 here, other = set_facts(self.path), json.loads(there)
@@ -133,6 +147,6 @@ class PushedFolder:
 
     @staticmethod
     def has_rows(name: str) -> bool:
-        """Whether a file of a repository is one of rows, grades or their index."""
+        """Whether a file of a repository holds rows, grades or the row index."""
         folder, _, file = name.partition("/")
         return folder in (DATA, GRADES, ROWS) and file.endswith(".parquet")

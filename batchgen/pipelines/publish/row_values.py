@@ -1,4 +1,5 @@
-"""Evaluates expressions in finished rows; an expression without a value is an error."""
+"""Evaluates the expressions of `select` and `export` in finished rows. An expression that cannot be
+evaluated is a ConfigError that names the row."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from batchgen.util.templates.row_expression import ExpressionFailed, RowExpressi
 
 
 def is_true(expression: RowExpression, row: LocatedRow) -> bool:
-    """Whether an expression is true in a row. Raises ConfigError if it has no value there."""
+    """Whether an expression is true in a row. Raises ConfigError if it cannot be evaluated."""
     return bool(expression_value(expression, row))
 
 
 def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
-    """The value of an expression in a row, as a number; None for null and for other types. A list
-    of one number is that number, as `class_scores` of a reward model.
+    """Return the value of an expression in a row as a number; None for null and NaN. A list of one
+    number counts as the number, such as `class_scores` of a reward model.
 
     Raises:
-        ConfigError: it has no value in the row, or one of another type.
+        ConfigError: the expression cannot be evaluated, or its value has another type.
     """
     value = expression_value(expression, row)
     if isinstance(value, list) and len(value) == 1:
@@ -44,8 +45,7 @@ def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
 
 
 def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
-    """The value of an expression in a row. Raises ConfigError, which names the row, if it has
-    none."""
+    """Return the value of an expression in a row. Raises ConfigError if it cannot be evaluated."""
     try:
         return expression.value(row.variables, str(row.variables.get("row_id", "")))
     except ExpressionFailed as error:
@@ -58,8 +58,8 @@ def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
 def answered_rows(
     rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
 ) -> Iterator[LocatedRow]:
-    """Yield the rows that have an answer and for which an expression is true; count the others in
-    `left_out`."""
+    """Yield the rows without an error for which `where` is true. The others are counted in
+    `left_out` by reason."""
     for row in rows.rows(wanted):
         if row.variables.get("error") is not None and not rows.is_set:
             left_out["with an error"] += 1
@@ -72,7 +72,7 @@ def answered_rows(
 def rows_where(
     rows: FinishedRows, where: str | None, columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Some columns of the rows of which an expression is true."""
+    """Yield some columns of the rows for which `where` is true; of all rows if it is None."""
     wanted, expression = rows.columns.named(columns), None
     if where is not None:
         expression = rows.columns.expression("--where", where)

@@ -1,4 +1,4 @@
-"""Writes a new set from rows of complete jobs: `batchgen select`."""
+"""Writes a new set from rows of complete jobs, for `batchgen select`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True)
 class Selected:
-    """The result of `select`: the number of rows in the set, and after each option; `is_new` is
-    false if the set was already there."""
+    """The result of `select`.
+
+    Attributes:
+        rows: the number of rows in the set; 0 if the set existed.
+        funnel: (step, rows that remained after it), in order.
+        is_new: False if the folder already had this set.
+    """
 
     rows: int
     funnel: Sequence[tuple[str, int]]
@@ -32,12 +37,17 @@ def select(
     columns: Sequence[str] | None = None,
     text_as: str = "response",
 ) -> Selected:
-    """Write a folder with the rows that a choice takes of some jobs.
+    """Write a folder with the chosen rows of some jobs.
 
-    A folder that has them is left as it is. Killed at any time, it leaves no folder.
+    A folder that already has these rows is left unchanged. A killed process leaves no folder.
+
+    Args:
+        out: the folder to write.
+        columns: the columns to take; None for the default ones.
+        text_as: the name of the generated text's column in the set.
 
     Raises:
-        ConfigError: an option does not fit the jobs, `out` holds something else, or no row is left.
+        ConfigError: an option does not fit the jobs, `out` holds something else, or no row remains.
         JobError: a job is damaged, or the folder cannot be written.
     """
     prefixes = _prefixes(jobs)
@@ -82,7 +92,8 @@ def select(
 
 
 def _prefixes(jobs: Sequence[FinishedRows]) -> list[str]:
-    """What the ids of each job's rows begin with: nothing for one job, else its folder's name."""
+    """Return the prefix of the ids of each job's rows: the name of its folder, or nothing if there
+    is one job."""
     if len(jobs) == 1:
         return [""]
     names = [job.user_path.rstrip("/").rpartition("/")[2] for job in jobs]

@@ -1,5 +1,5 @@
-"""Writes the card (README.md) of a set: a folder of chosen rows, which `batchgen select` and its
-like make of finished jobs. The card says what the rows are, and which jobs they came from."""
+"""Writes the card (README.md) of a set, a folder that `batchgen select` or `export` wrote from
+finished jobs. The card says what the rows are, and from which jobs they came."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from batchgen.pipelines.publish.finished_rows import FinishedRows
 from batchgen.storage.folder.how_to_read import CARD_HEADER, how_to_read
 
 _GROUPS = ("model", "dataset", "rows", "prompt", "strategy", "sampling", "constraint", "post")
-"""The groups of each job's configuration that a set keeps."""
+"""The groups of a job's configuration that the set records."""
 _NOT_KEPT = ("row_digests", "history")
-"""Parts of a manifest that grow with the rows, or that are for people."""
+"""Parts of a manifest that the set does not record: they grow with the rows, or are only for
+people."""
 
 
 def job_lineage(job: FinishedRows) -> dict[str, Any]:
-    """The facts that a set keeps of a job, or of another set, from which its rows came."""
+    """Return the facts that a set records about a job, or about another set, from which its rows
+    came."""
     lineage: dict[str, Any] = {"path": job.user_path, "digest": job.digest}
     if job.facts is not None:
         return {**lineage, "set": dict(job.facts)}
@@ -36,8 +38,15 @@ def set_card(
     steps: Sequence[tuple[str, int]],
     schema: pa.Schema,
 ) -> str:
-    """The README.md of a folder: what it is about, where its rows came from, how many were left
-    after which step, and its columns. The text depends on these alone; `mark` is a digest of them.
+    """Return the text of README.md. It depends only on the arguments.
+
+    Args:
+        folder: the folder of the set.
+        mark: the digest of the request, for the header.
+        about: a sentence on the rows.
+        lineage: from `job_lineage`, of each job.
+        steps: (step, rows that remained after it), in order.
+        schema: the columns of the set.
     """
     reading = [f"- {reader}: `{line}`" for reader, line in how_to_read(".").items()]
     parts = [
@@ -55,7 +64,7 @@ def set_card(
 
 
 def lineage_lines(lineage: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each job: its model, its data set and how it sampled, and its digest."""
+    """Return a line of Markdown for each job: its model, data set, sampling and digest."""
     lines = []
     for one in lineage:
         if "set" in one:
@@ -79,7 +88,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def column_lines(schema: pa.Schema) -> Sequence[str]:
-    """The table of columns for a card."""
+    """Return a Markdown table of columns."""
     lines = ["| column | type | meaning |", "|---|---|---|"]
     for field in schema:
         meaning = (field.metadata or {}).get(b"meaning", b"").decode()

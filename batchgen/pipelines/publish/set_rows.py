@@ -1,4 +1,5 @@
-"""Writes the rows of a set in any order with bounded memory, and decides which columns it has."""
+"""Decides the columns of a set, and writes its rows in any order with bounded memory. `select` uses
+`set_columns`, `set_schema` and `set_tables`, in this order."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from batchgen.util.text.row_json import AS_GIVEN
 
 ID, SOURCE = "id", "source"
 INPUT_ID = "input_id"
-"""The name of a column `id` of the data set, from which the ids of the rows were not taken."""
+"""The name in the set for a data set's column `id` that does not hold the rows' ids."""
 SOURCE_TYPE = pa.struct(
     [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
 )
@@ -33,8 +34,18 @@ _KEYS = ("row_id", "sample_index")
 
 @dataclass(frozen=True)
 class SetColumns:
-    """The columns of a job's rows and grades that the set takes, by their names in the set. Ids end
-    with the number of the sample, unless only one sample of each row is taken."""
+    """The columns that a set takes from one job.
+
+    Attributes:
+        name: the job's folder, as the user typed it.
+        data: name in the set → name in the rows.
+        grades: name in the set → name in the grades.
+        one_of_a_row: whether at most one sample of each input row is taken. Otherwise ids end with
+            the number of the sample.
+        prefix: the text with which ids begin.
+        has_source: whether the set's column SOURCE is written, because no column of the job has
+            that name.
+    """
 
     name: str
     data: dict[str, str]
@@ -44,7 +55,7 @@ class SetColumns:
     has_source: bool
 
     def fields(self, job: FinishedRows) -> list[pa.Field]:
-        """The fields of the set that this job fills."""
+        """Return the fields of the set that this job fills."""
         fields = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
         graded = self.grades.items()
         return fields + [job.grade_schema.field(old).with_name(new) for new, old in graded]
@@ -57,11 +68,14 @@ class SetColumns:
 def set_columns(
     job: FinishedRows, *, named: Sequence[str] | None, text_as: str, one_of_a_row: bool, prefix: str
 ) -> SetColumns:
-    """Which columns a set takes of a job: those that are `named`, else the data set's own, the
-    text under the name `text_as`, and the grades.
+    """Choose the columns that a set takes from a job.
+
+    Args:
+        named: the names; None for the data set's columns, the generated text, and the grades.
+        text_as: the name of the generated text in the set.
 
     Raises:
-        ConfigError: a name is unknown, or two columns would have the same one.
+        ConfigError: a name is unknown, or two columns would have the same name.
     """
     if job.is_set:
         raise ConfigError(
@@ -74,7 +88,7 @@ def set_columns(
         new = text_as if name == job.text_column and not is_grade else name
         if name == ID and not is_grade:
             if job.group("dataset").get("id_column") == ID:
-                continue  # what it holds is in the set's own
+                continue  # the ids of the set have the same content
             new = INPUT_ID
         if is_grade and new in data:
             new = f"grades_{name}"
@@ -89,7 +103,7 @@ def set_columns(
 
 
 def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, bool]]:
-    """The columns to take, by name, and whether each is one of the grades."""
+    """Return the name of each column to take, and whether it is a column of the grades."""
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
         text = rows.index(job.text_column)
@@ -139,24 +153,29 @@ def set_tables(
     order: WriteOrder,
     schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """The rows in the order in which they are to be written, a table for each shard of the set."""
+    """Yield the rows in the order in which they are written, one table per shard of the set.
+
+    The jobs' files are read in order. Each row goes to the temporary file of its shard, and each
+    file is sorted when it is complete.
+    """
     for start in range(0, max(1, len(order)), _BUCKETS * ROWS_PER_SHARD):
         stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(order))
         with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
             buckets = [_Bucket(Path(folder, str(i)), schema) for i in range(_BUCKETS)]
             ranks = np.arange(start, stop)
-            for table, of in _located(jobs, columns, order, ranks, schema):
-                bucket_of = (of - start) // ROWS_PER_SHARD
+            for table, table_ranks in _located(jobs, columns, order, ranks, schema):
+                bucket_of = (table_ranks - start) // ROWS_PER_SHARD
                 for number in np.unique(bucket_of):
-                    here = np.flatnonzero(bucket_of == number)
-                    buckets[number].add(table.take(pa.array(here)), of[here])
+                    indices = np.flatnonzero(bucket_of == number)
+                    buckets[number].add(table.take(pa.array(indices)), table_ranks[indices])
             for bucket in buckets:
                 if bucket.ranks:
                     yield bucket.table()
 
 
 class _Bucket:
-    """The rows of one shard of a set, in a file until all are there."""
+    """The rows of one shard of a set, collected in a temporary file. The rank of a row is its index
+    in the set."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path, self._schema = path, schema
@@ -170,7 +189,7 @@ class _Bucket:
         self.ranks.append(ranks)
 
     def table(self) -> pa.Table:
-        """All rows, in the order of their ranks."""
+        """Return all rows, sorted by rank, and delete the file."""
         self._writer.close()
         with pa.ipc.open_stream(str(self._path)) as reader:
             table = reader.read_all()
@@ -185,20 +204,21 @@ def _located(
     ranks: Any,
     schema: pa.Schema,
 ) -> Iterator[tuple[pa.Table, Any]]:
-    """The rows with these ranks, in the order of the jobs' files, with the rank of each."""
+    """Read the rows with these ranks, in the order of the jobs' files. Yields tables, each with the
+    ranks of its rows."""
     keys = np.stack([order.job[ranks], order.shard[ranks]], axis=1)
     for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
-        here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
-        here = here[np.argsort(order.position[here], kind="stable")]
-        job, taken, done = jobs[number], columns[number], 0
+        shard_ranks = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
+        shard_ranks = shard_ranks[np.argsort(order.position[shard_ranks], kind="stable")]
+        job, taken, num_read = jobs[number], columns[number], 0
         names = job.columns.ordered(taken.wanted)
-        for rows, grades in job.tables(shard, *names, order.position[here]):
-            yield _table(rows, grades, taken, schema), here[done : done + len(rows)]
-            done += len(rows)
+        for rows, grades in job.tables(shard, *names, order.position[shard_ranks]):
+            yield _table(rows, grades, taken, schema), shard_ranks[num_read : num_read + len(rows)]
+            num_read += len(rows)
 
 
 def _table(batch: pa.Table, grades: pa.Table, taken: SetColumns, schema: pa.Schema) -> pa.Table:
-    """Rows of a job as rows of the set."""
+    """Convert rows of a job to rows of the set."""
     ids = batch["row_id"].to_pylist()
     samples = batch["sample_index"].to_pylist()
     columns: dict[str, Any] = {new: batch[old] for new, old in taken.data.items()}

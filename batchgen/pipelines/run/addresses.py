@@ -1,9 +1,10 @@
-"""The address of a pipeline's step: a digest of everything that decides its rows.
+"""Computes the address of each step of a pipeline: a digest of everything that decides the step's
+rows.
 
-A step writes into OUT/NAME.ADDRESS, so a changed step gets a new folder. The address stays the same
-if only keys change under which finished rows stay valid (such as the number of rows), or the
-location of files. Any other change of a step changes its address, and those of all steps that read
-it.
+A step writes into OUT/NAME.ADDRESS, so a changed step gets a new folder. Two kinds of change keep
+the address: a change after which finished rows stay valid (such as the number of rows), and a new
+location of files. Any other change gives a new address to the step and to all steps that read it,
+directly or through other steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from batchgen.util.fingerprint import fingerprint_text
 
 _LENGTH = 10
 Prints = Mapping[str, str]
-"""Fingerprints of the models of a step, and of files that belong to them, by name."""
+"""Name → fingerprint of the models of a step, and of files that belong to the models."""
 
 
 def addresses(
@@ -30,12 +31,13 @@ def addresses(
     prints: Mapping[str, Prints],
     edition: Callable[[str, str], int] = lambda name, base: 0,
 ) -> dict[str, tuple[str, Version]]:
-    """The address and the version of each step, by its name.
+    """Return the address and the version of each step, by its name.
 
     Args:
-        steps: the steps, each behind those that it reads.
+        steps: the steps, each after the steps that it reads.
         prints: the fingerprints of each step's models.
-        edition: returns, for a step and its base address, how often its data have changed under it.
+        edition: returns, for a step and its base address, how often the step's data changed without
+            a change of the configuration.
     """
     results: dict[str, tuple[str, Version]] = {}
     for name, step in steps.items():
@@ -49,29 +51,30 @@ def addresses(
 
 
 def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
-    """Everything that decides the rows of a step, except the steps that it reads."""
-    # Other steps go by their names: where they lie decides nothing.
+    """Return everything that decides the rows of a step, except the steps that it reads."""
+    # Folders of other steps are replaced by the steps' names, because locations do not matter.
     config = step.within({name: name for name in [step.name, *step.reads]})
     models = [name for name in prints if name.endswith("_model")]
     decides = [config_identity(config, models), dict(prints)]
-    if config.sampling.until is not None:  # these steps may say when a row has enough samples
+    if config.sampling.until is not None:  # `post` steps may decide when a row has enough samples
         decides.append(_resolved(config)["post"])
     return decides
 
 
 def _decides_answers(step: PipelineStep) -> Any:
-    """Settings of a step that are not part of its address, because they do not change its rows, but
-    that change the input of steps that read it: the number of samples, and the grades."""
+    """Return the settings of a step that change the input of its readers but not its own rows: the
+    number of samples, and the grades. They are not part of the step's own address."""
     groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
-    if sampling["until"]:  # keys at their defaults do not count
-        kept = {key: value for key, value in sampling["until"].items() if value is not None}
-        sampling["until"] = kept
+    if sampling["until"]:  # keys without a value do not count
+        until = {key: value for key, value in sampling["until"].items() if value is not None}
+        sampling["until"] = until
     return [{key: value for key, value in sampling.items() if value}, groups["post"]]
 
 
 def _resolved(config: JobConfig) -> dict[str, Any]:
-    """All keys of a configuration, with names of classes that stay the same in later versions."""
+    """Return all keys of a configuration. Classes have names that later versions of batchgen
+    keep."""
     return with_lasting_names(resolved(config))
 
 

@@ -1,4 +1,5 @@
-"""Stops a pipeline early if too many rows of a step's first shard are errors."""
+"""Stops a pipeline early if too many rows of a step's first shard are errors. `run_steps` checks
+each running step with an `ErrorWatch`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from batchgen.util.errors import JobError
 from batchgen.util.shorten import beginning
 from batchgen.util.text.text_table import counted, row_name
 
-_EXAMPLES = 3
-_SHOWN = 200
+_EXAMPLES = 3  # errors that the message quotes
+_SHOWN = 200  # the most characters of each
 
 
 class TooManyErrors(JobError):
@@ -23,14 +24,21 @@ class TooManyErrors(JobError):
 
 
 class ErrorWatch:
-    """Checks the first finished shard of a step, once there is one."""
+    """Checks the first finished shard of a step.
+
+    Args:
+        step: the name of the step, for messages.
+        storage: the step's folder.
+        limit: the largest allowed share of error rows.
+    """
 
     def __init__(self, step: str, storage: Storage, limit: float) -> None:
         self._step, self._storage, self._most = step, storage, limit
         self._is_seen = False
 
     def look(self) -> None:
-        """Raise TooManyErrors if more than the share `most` of the shard's answers are errors."""
+        """Check the first shard if it is finished and unchecked. Raises TooManyErrors if its share
+        of errors is above the limit."""
         if self._is_seen:
             return
         data = self._storage.path / "data"

@@ -1,7 +1,7 @@
 """The key `judge` of a pipeline's step: a model that judges the answers of another step.
 
-`judge` stands for several keys of a job: the prompt of the judge, the constraint on its output, and
-the `post` steps that read the output. The step may set these keys itself, which replaces them;
+`judge_values` replaces `judge` by keys of a job: the prompt of the judge, the constraint on its
+output, and the `post` steps that read the output. Keys that the step sets itself take precedence;
 `--cfg job` prints the result.
 """
 
@@ -20,24 +20,24 @@ _FOLDER = Path(__file__).with_name("judges")
 _RESPONSE, _OTHER, _ORDER = "response", "other_response", "order"
 _ORDERS = ("ab", "ba")
 _SOURCE = "source"
-"""The column with the origin of a row: the answer of another step that it is made of."""
+"""The column that says from which row of another step a row was made."""
 _KEYS = ("scale", "template", "question", "target", "low", "high")
 _MOST_NUMBERS = 100
 
 
 @dataclass(frozen=True)
 class _Template:
-    """One of the prompts for judges that come with batchgen.
+    """A judge's prompt that comes with batchgen.
 
     Attributes:
-        scale: the kind of judgement: a verdict (choice), a number (score), or which of two is
-            better (pair).
-        question: the column of the question, unless the step names another one.
-        target: the column of the right answer, unless the step names another one; None if the
-            judge sees no right answer.
-        marks: the mark of each verdict; None if the judge writes a number.
-        pattern: the regular expression whose group is the verdict; None for a judge that may write
-            nothing but the verdict.
+        scale: the kind of judgement: a verdict (choice), a number (score), or which of two answers
+            is better (pair).
+        question: the column of the question; a step may name another one.
+        target: the column of the correct answer; a step may name another one. None if the judge
+            does not see the correct answer.
+        marks: verdict → mark; None if the judge writes a number.
+        pattern: the regular expression whose group is the verdict; None if the judge can only write
+            the verdict.
         tokens: the most tokens that the judge may write.
     """
 
@@ -63,23 +63,24 @@ _TEMPLATES: Mapping[str, _Template] = {
     "score": _Template("score", "question"),
     "pair": _Template("pair", "question", None, {"A": 1, "B": 0, "C": 0.5}),
 }
-"""`simpleqa` is that of openai/simple-evals, simpleqa_eval.py (commit 10847d1, MIT), and `hle` that
-of centerforaisafety/hle, hle_eval/run_judge_results.py (commit 7b6be5a, MIT). The others are
-batchgen's own."""
+"""Name → template. `simpleqa` is from openai/simple-evals, simpleqa_eval.py (commit 10847d1, MIT),
+and `hle` from centerforaisafety/hle, hle_eval/run_judge_results.py (commit 7b6be5a, MIT). The
+others are batchgen's own."""
 _SCALES = {"choice": "match", "score": "score", "pair": "pair"}
-"""Scale → its template, unless the step names one."""
+"""Scale → its default template."""
 
 
 def judge_values(value: Any, parents: tuple[str, ...], start: str) -> dict[str, Any]:
-    """The keys of a job that `judge` stands for, as a nested mapping.
+    """Return the keys of a job that `judge` stands for, as a nested mapping.
 
     Args:
-        value: what the step has under `judge`.
+        value: the value of the step's key `judge`.
         parents: the steps whose answers are judged.
-        start: the path of the key for messages, as `steps.NAME.judge`.
+        start: the path of the key for messages, such as `steps.NAME.judge`.
 
     Raises:
-        ConfigError: the value is no mapping of known keys, or does not fit the number of parents.
+        ConfigError: the value is not a mapping of known keys, or does not fit the number of
+            parents.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{start} must be a mapping, such as {{template: simpleqa}}")
@@ -97,7 +98,7 @@ def judge_values(value: Any, parents: tuple[str, ...], start: str) -> dict[str, 
 
 
 def _template(values: Mapping[str, Any], start: str) -> tuple[str, _Template]:
-    """The name and the template that the keys `template` and `scale` choose."""
+    """Return the name and the template that the keys `template` and `scale` choose."""
     scale = values.get("scale")
     if scale is not None and scale not in _SCALES:
         raise ConfigError(f"{start}.scale must be one of {', '.join(_SCALES)}, got {scale!r:.40}")
@@ -122,7 +123,8 @@ def _values(
     parents: tuple[str, ...],
     start: str,
 ) -> dict[str, Any]:
-    """The keys of a job for a judge with this template; `options` is the value of `judge`."""
+    """Return the keys of a job for a judge with this template; `options` is the value of
+    `judge`."""
     low, high = _bounds(template, options, start)
     columns = {"asked": str(options.get("question", template.question))}
     if "target" in options and template.target is None:
@@ -156,7 +158,7 @@ def _values(
 
 
 def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple[int, int]:
-    """The lowest and the highest score."""
+    """Return the lowest and the highest score."""
     low, high = values.get("low", 1), values.get("high", 5)
     if template.scale != "score" and ("low" in values or "high" in values):
         raise ConfigError(f"{start}: low and high belong to scale score")
@@ -166,21 +168,21 @@ def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple
 
 
 def _answers(template: _Template) -> str:
-    """The Jinja statements that set variables to the answers that are judged, without the reasoning
-    before them: `given`, or `first` and `second` in the order of the row."""
+    """Return the Jinja statements that set variables to the judged answers, without their
+    reasoning: `given`, or `first` and `second` in the order that the row asks for."""
     after_thoughts = ".rpartition('</think>')[2].strip()"
     if template.scale != "pair":
         return f"{{%- set given = {_RESPONSE}{after_thoughts} %}}"
-    both = f"({_RESPONSE}, {_OTHER})"
-    turned = f"({_OTHER}, {_RESPONSE})"
+    original = f"({_RESPONSE}, {_OTHER})"
+    swapped = f"({_OTHER}, {_RESPONSE})"
     return (
-        f"{{%- set first, second = {both} if {_ORDER} == '{_ORDERS[0]}' else {turned} %}}"
+        f"{{%- set first, second = {original} if {_ORDER} == '{_ORDERS[0]}' else {swapped} %}}"
         f"{{%- set first = first{after_thoughts} %}}{{%- set second = second{after_thoughts} %}}"
     )
 
 
 def _post(template: _Template, choices: list[str], low: int, high: int) -> list[dict[str, Any]]:
-    """The steps that read what the judge wrote."""
+    """Return the `post` steps that read the judge's output."""
     if template.marks is None:
         read: dict[str, Any] = {"ParseScore": {"low": low, "high": high, "pattern": r"(\d+)"}}
         return [read, {"ChoiceScore": {"choices": choices, "prefix": "expected_"}}]

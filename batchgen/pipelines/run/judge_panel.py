@@ -1,8 +1,8 @@
 """The key `judge.models` of a pipeline's step: several judges of the same answers, and their
 majority.
 
-Each model becomes a step of its own. The step of the last one has the name from the file; it reads
-the marks of the others and computes the majority.
+`panel_steps` replaces the step by one step per model. The step of the last judge keeps the name
+from the file; it joins the marks of the other judges and computes the majority.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from batchgen.util.errors import ConfigError
 MODELS = "models"
 _MODEL = "model"
 _NAME = re.compile(r"[A-Za-z]\w{0,19}", re.ASCII)
+"""The names that a judge may have."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The judges whose marks the last one's step reads.
+    """The other judges, whose marks the last judge's step reads.
 
     Attributes:
-        steps: by the name of each judge but the last, the step in which it judges.
+        steps: name of each judge except the last → its step.
         last_judge: the name of the last judge.
     """
 
@@ -36,8 +37,11 @@ class Panel:
     last_judge: str
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of the last judge's step, made of those that it would have alone, its own `rows`
-        among them."""
+        """Return the keys of the last judge's step.
+
+        Args:
+            values: the keys that the step would have if it were the only judge.
+        """
         joins = [
             {
                 "Join": {
@@ -61,7 +65,7 @@ class Panel:
 
 
 def _renamed(step: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
-    """A step of `post` that writes columns of other names."""
+    """Add a prefix to the names of the columns that a step of `post` writes."""
     ((name, options),) = step.items()
     return {name: {**options, "prefix": prefix + options.get("prefix", "")}}
 
@@ -69,15 +73,17 @@ def _renamed(step: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, An
 def panel_steps(
     name: str, options: Mapping[str, Any], start: str
 ) -> dict[str, tuple[dict[str, Any], Panel | None]]:
-    """The steps that a step with `judge.models` stands for, by name: what each says, with one
-    model, and for the last one the panel.
+    """Return the steps that a step with `judge.models` stands for, by name. The value of each has
+    the step's keys with one model, and for the last step the panel.
 
     Args:
-        start: where the step's judge stands, for messages.
+        name: the name of the step in the file.
+        options: the keys of the step.
+        start: the path of the key `judge`, for messages.
 
     Raises:
-        ConfigError: the models are no list or mapping of two or more, or the step says itself what
-            these keys say.
+        ConfigError: the models are not a list or mapping of two or more, or the step sets keys that
+            `judge.models` sets.
     """
     judge = options[JUDGE]
     models = judge[MODELS]
@@ -120,14 +126,11 @@ def panel_steps(
 
 
 def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:
-    """Refuse judges that give an answer several marks.
+    """Raise ConfigError for a judge that gives an answer several marks.
 
     Args:
         name: the step with several judges.
-        judges: how the judges of this step sample, by the step of each.
-
-    Raises:
-        ConfigError: see above.
+        judges: step of each judge → how it samples.
     """
     for judge, sampling in judges.items():
         if sampling.n > 1 or sampling.until is not None:
@@ -139,7 +142,8 @@ def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:
 
 
 def _model(value: Any, start: str) -> dict[str, Any]:
-    """The keys of the group `model` for one judge: a path, or these keys."""
+    """Return the keys of the group `model` for one judge, which is given as a path or as these
+    keys."""
     if isinstance(value, str):
         return {"path": value}
     if not isinstance(value, Mapping) or not {CHOICE, "path"} & value.keys():

@@ -1,6 +1,7 @@
-"""Writes the exports of a pipeline and pushes results to the hub, after its steps are complete.
+"""Writes the exports of a pipeline and pushes its results to the hub, after the steps are complete.
 
-Exports that could not be written in the end are refused before the first step runs.
+`refuse_wrong_exports` runs before the first step, so that a wrong export fails before hours of
+computing.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from batchgen.util.temporary import delete_temporaries
 
 
 def make_exports(opened: OpenPipeline) -> list[str]:
-    """Write the exports that are missing or out of date; return a line of text for each.
+    """Write the exports that are missing or out of date. Returns a line of text for each.
 
     Raises:
-        ConfigError: a file is there that the pipeline has not written.
+        ConfigError: an export would replace a file that the pipeline has not written.
         JobError: rows are damaged, or an export cannot be written.
     """
     folder = Path(opened.pipeline.out) / EXPORTS
@@ -61,22 +62,27 @@ def make_exports(opened: OpenPipeline) -> list[str]:
 
 
 def _make_export(one: Export, source: str, record: ExportRecord) -> str:
-    """Write an export unless it is up to date; return the line of text about it."""
+    """Write an export unless it is up to date. Returns a line of text about it.
+
+    Args:
+        one: the export.
+        source: the folder of its step.
+    """
     rows = open_rows(source)
     request = request_digest({**export_settings(one), "rows": rows.digest})
-    path, known = record.folder / one.out, record.exports.get(one.out)
-    # Names of their own: what a kill has left of a folder is deleted when the pipeline goes on.
+    path, previous = record.folder / one.out, record.exports.get(one.out)
+    # The names end in .tmp, so that the leftovers of a killed process are deleted by the next one.
     new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in ("new", "old"))
     if old.is_dir():
         shutil.rmtree(old)
-    there = record.own_digest(one.out)
-    if known is not None and known.request == request and known.digests[:1] == (there,):
+    current = record.own_digest(one.out)
+    if previous is not None and previous.request == request and previous.digests[:1] == (current,):
         return f"{path}: already has these rows"
     try:
-        done = _write(one, rows, path, new)
+        exported = _write(one, rows, path, new)
         digest = content_digest(new)
         assert digest is not None
-        digests = (digest,) if there is None else (digest, there)
+        digests = (digest,) if current is None else (digest, current)
         of = source.rpartition("/")[2]
         record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
         if path.is_dir():
@@ -86,12 +92,12 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
             shutil.rmtree(old)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    why = "".join(f"; {count:,} left out {reason}" for reason, count in done.left_out.items())
-    return f"{path}: {done.rows:,} rows{why}"
+    why = "".join(f"; {count:,} left out {reason}" for reason, count in exported.left_out.items())
+    return f"{path}: {exported.rows:,} rows{why}"
 
 
 def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
-    """Write an export under another name."""
+    """Write an export to the path `new`. Its format follows from the name of `path`."""
     if one.to is not None:
         return export_for(rows, one.asked(), path, at=new)
     options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
@@ -99,7 +105,7 @@ def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
 
 
 def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
-    """Push what the pipeline asks for; returns a line for each."""
+    """Make the pushes of the pipeline. Returns a line of text for each."""
     lines = []
     for one in opened.pipeline.pushes:
         from batchgen.pipelines.publish.push_folder import FolderPush
@@ -118,9 +124,12 @@ def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
 
 
 class PromisedRows(FinishedRows):
-    """The columns of a step that has not run yet, without any rows.
+    """The columns of the rows of a step that has not run yet; it has no rows.
 
     Args:
+        user_path: the name of the step, for messages.
+        job: the columns that the step will write.
+        config: the step's configuration by group.
         more: names of columns that the step takes from tables of other steps.
     """
 
@@ -136,8 +145,12 @@ class PromisedRows(FinishedRows):
 
 
 def refuse_wrong_exports(opened: OpenPipeline) -> None:
-    """Raise ConfigError for an export whose options do not fit the rows that its step will have, or
-    in whose place is a file that the pipeline has not written."""
+    """Check the exports before the steps run.
+
+    Raises:
+        ConfigError: an export's options do not fit the rows that its step will have, or it would
+            replace a file that the pipeline has not written.
+    """
     exports = opened.pipeline.exports
     if not exports:
         return
@@ -159,18 +172,18 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
 
 
 def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
-    """The columns of the steps' rows before they run. A step that cannot be opened yet is left out,
-    with those that read it: what is wrong there is said when it is opened."""
+    """Return the columns of the steps that exports need, by step. A step that cannot be opened yet
+    is left out, as are its readers; its errors are reported when it runs."""
     promised: dict[str, PromisedRows] = {}
     promises: dict[str, Promise] = {}
     steps, needed = opened.pipeline.steps, {one.step for one in opened.pipeline.exports}
-    for name in [*steps][::-1]:  # each comes behind what it reads
+    for name in [*steps][::-1]:  # readers first: a needed step needs the steps that it reads
         needed |= {*steps[name].reads} if name in needed else set()
     for name in steps:
         if name not in needed:
             continue
         try:
-            with redirect_stderr(StringIO()):  # it is said again when the step runs
+            with redirect_stderr(StringIO()):  # warnings are shown when the step runs
                 promised[name] = _of_step(opened, name, promises)
         except (ConfigError, JobError):
             continue
@@ -178,16 +191,18 @@ def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
 
 
 def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> PromisedRows:
+    """Return the columns of a step. Its promise is added to `promises` under its folder, for its
+    readers."""
     step, config = opened.pipeline.steps[name], opened.config(name)
     data, more = config.dataset, list[str]()
     if data.path == "-":
         raise ConfigError("dataset.path=-: standard input can be read once")
-    if step.parents:  # all jobs that are read have the columns that their reader has
+    if step.parents:  # all parents have the same columns, so the first one stands for all
         data = replace(data, path=opened.folder(step.parents[0]), follow=True)
         if data.paths[0] not in promises:
             raise ConfigError(f"{step.parents[0]} is not known yet")
     job = replace(config, dataset=data)
-    if step.tables:  # their rows are not there, nor the columns that prompts show
+    if step.tables:  # the rows of tables do not exist yet, nor do columns that prompts take of them
         for index in step.tables:
             columns = config.rows[index].options.get("columns") or ()
             more += columns.values() if isinstance(columns, Mapping) else columns

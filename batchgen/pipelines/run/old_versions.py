@@ -1,4 +1,4 @@
-"""Finds and deletes the folders of earlier versions of a pipeline's steps: `batchgen clean`."""
+"""Finds and deletes the folders of earlier versions of a pipeline's steps, for `batchgen clean`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True)
 class OldVersion:
-    """A version of a step that is not current: its folder, a path or URL, how many bytes it has,
-    and why it must stay; None if it may go."""
+    """A version of a step that is not the current one.
+
+    Attributes:
+        address: the version's address, see open_pipeline.py.
+        folder: its folder, a path or URL.
+        size: the bytes in the folder.
+        needed: why the version must stay; None if it may be deleted.
+    """
 
     step: str
     address: str
@@ -29,10 +35,14 @@ class OldVersion:
 
 
 class OldVersions:
-    """The old versions of the pipeline in a folder, a path or URL."""
+    """The old versions of a pipeline's steps.
+
+    Args:
+        out: the folder of the pipeline, a path or URL.
+    """
 
     def __init__(self, out: str) -> None:
-        """Read pipeline.json. Raises ConfigError if there is none."""
+        """Read pipeline.json. Raises ConfigError if the folder has none."""
         self._out = out.rstrip("/")
         with closing(open_storage(self._out, WorkersConfig())) as storage:
             record = read_record(storage)
@@ -41,7 +51,7 @@ class OldVersions:
         self._record: PipelineRecord = record
 
     def found(self) -> list[OldVersion]:
-        """The versions whose folders exist, the oldest of each step first."""
+        """Return the old versions whose folders exist; of each step, the oldest first."""
         versions = []
         for step, known in self._record.steps.items():
             for address in known.older[::-1]:
@@ -53,34 +63,35 @@ class OldVersions:
         return versions
 
     def delete(self, version: OldVersion) -> None:
-        """Delete what a job has written into the folder, and the folder if nothing else is there.
+        """Delete the files that a job has written into the folder, and the folder if nothing else
+        is in it.
 
         Raises:
-            ConfigError: a job has begun to run there since.
+            ConfigError: a job has begun to run in the folder meanwhile.
         """
         with closing(open_storage(version.folder, WorkersConfig())) as storage:
             with _lock(storage):
                 for name in (*OWN[:-1], LOGS, LOCKS, MANIFEST, LOCK):
                     storage.delete(storage.path / name)
             if storage.in_place:
-                with suppress(OSError):  # somebody has put something else there
+                with suppress(OSError):  # the folder has other files
                     storage.path.rmdir()
         self._forget(version)
 
     def _forget(self, version: OldVersion) -> None:
-        """Take the version out of pipeline.json, as that is now."""
+        """Remove the version from the current content of pipeline.json."""
         with closing(open_storage(self._out, WorkersConfig())) as storage:
             with locked_record(storage) as record:
                 known = record.steps[version.step]
-                left = {at: one for at, one in known.versions.items() if at != version.address}
-                steps = {**record.steps, version.step: replace(known, versions=left)}
+                kept = {at: v for at, v in known.versions.items() if at != version.address}
+                steps = {**record.steps, version.step: replace(known, versions=kept)}
                 storage.write(storage.path / RECORD, replace(record, steps=steps).text())
 
     def _folder(self, step: str, address: str) -> str:
         return f"{self._out}/{step_folder_name(step, address)}"
 
     def _needed(self, step: str, address: str, storage: Storage) -> str | None:
-        """Why a version must stay; None if it may go."""
+        """Return why a version must stay; None if it may be deleted."""
         if _is_used(storage):
             return "a worker runs there"
         for name, known in self._record.steps.items():
@@ -97,18 +108,18 @@ class OldVersions:
         with closing(open_storage(folder, WorkersConfig())) as storage:
             try:
                 return JobFolderReader(storage.path, storage).metrics.get("status") == "complete"
-            except ConfigError:  # it has not begun
+            except ConfigError:  # the job has not begun
                 return False
 
 
 def _lock(storage: Storage) -> AbstractContextManager[object]:
-    """The lock on a folder. Raises ConfigError if somebody has it. In a store
-    there is no lock: heartbeats alone say who runs."""
+    """Return the lock of a folder. Raises ConfigError if another process holds it. An object store
+    has no locks; there, heartbeats say which workers run."""
     return FolderLock(storage.path / LOCK) if storage.in_place else nullcontext()
 
 
 def _is_used(storage: Storage) -> bool:
-    """Whether a worker runs in a folder, or somebody grades what is there."""
+    """Whether a worker runs in a folder, or a process grades its rows."""
     try:
         with _lock(storage):
             reader = JobFolderReader(storage.path, storage)

@@ -1,8 +1,10 @@
-"""Opens a pipeline's folder: finds the address of each step, and its current and older versions.
+"""Opens a pipeline's folder: computes the address of each step, and finds its current and older
+versions.
 
-The *address* of a step is a digest of all that its rows depend on: its configuration, its models,
-and the addresses of the steps that it reads. A changed step has another address, and so a new
-folder beside those of its older versions, whose rows it copies where they are still right.
+The *address* of a step is a digest of everything that its rows depend on: its configuration, its
+models, and the addresses of the steps that it reads. A changed step has another address and
+therefore a new folder. It copies the rows of its older versions that are still valid.
+`run_pipeline` and `plan_steps` use `OpenPipeline`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ METRICS = "metrics.json"
 
 
 class OpenPipeline:
-    """A pipeline whose models were found, so that the addresses of all steps are known.
+    """A pipeline with the address of each step. Close it with `with`.
 
     Attributes:
         pipeline: the steps.
@@ -43,8 +45,8 @@ class OpenPipeline:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Find the addresses. Nothing is written. Raises ConfigError for a mistake in a model, or a
-        folder that is not a pipeline's."""
+        """Compute the addresses. Writes nothing. Raises ConfigError for a mistake in a model, or if
+        the folder is not a pipeline's."""
         self.pipeline = pipeline
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())
@@ -68,7 +70,7 @@ class OpenPipeline:
         return {name: at for name, at in current.items() if at is not None}
 
     def engine_of(self, name: str) -> str:
-        """The recipe of a step's engine; steps with equal recipes can share one."""
+        """Return the recipe of a step's engine. Steps with equal recipes can share an engine."""
         config = self.pipeline.steps[name].config
         prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
         group, layers = config.model, config.output.hidden_layers
@@ -76,17 +78,17 @@ class OpenPipeline:
         return repr((sorted(prints.items()), model, config.strategy, config.engine, layers))
 
     def folder(self, name: str) -> str:
-        """The current folder of a step, as a path or URL."""
+        """Return the current folder of a step, a path or URL."""
         return f"{self.pipeline.out.rstrip('/')}/{self.record.current[name]}"
 
     def older_folders(self, name: str) -> list[str]:
-        """The folders of the versions of a step that are not current, the newest first."""
+        """Return the folders of the older versions of a step, the newest first."""
         out = self.pipeline.out.rstrip("/")
         return [f"{out}/{step_folder_name(name, at)}" for at in self.record.steps[name].older]
 
     def config(self, name: str) -> JobConfig:
-        """The job of a step, with the folders of the current versions, which copies rows of its
-        older versions."""
+        """Return the job of a step. It reads the current folders of other steps, and copies rows of
+        its own older versions."""
         folders = {other: self.folder(other) for other in self.pipeline.steps}
         config = self.pipeline.steps[name].within(folders)
         older = filter(self._is_begun, self.older_folders(name))
@@ -94,8 +96,9 @@ class OpenPipeline:
         return replace(config, output=replace(config.output, reuse=reuse))
 
     def attempts_elsewhere(self, name: str) -> Attempts:
-        """The attempts of other steps that share the budget of this one. A budget above the steps
-        is that of all which have no other; versions that are not current do not count."""
+        """Return the attempts of the other steps that share the budget of a step. Steps without a
+        budget of their own share the budget that stands above the steps. Older versions do not
+        count."""
         steps = self.pipeline.steps
         budget = steps[name].config.budget
         sharing = [
@@ -108,13 +111,13 @@ class OpenPipeline:
         return attempts
 
     def _is_begun(self, folder: str) -> bool:
-        """Whether one of the folders of steps is there."""
+        """Whether the folder of a version of a step has a job."""
         name = folder.rpartition("/")[2]
         return self._storage.exists(self._storage.path / name / MANIFEST)
 
     def write(self) -> None:
-        """Write pipeline.json and pipeline.yaml. Versions that other processes have written
-        meanwhile are kept."""
+        """Write pipeline.json and pipeline.yaml. Versions that other processes wrote meanwhile are
+        kept."""
         storage = self._storage
         storage.make_folder(storage.path)
         with locked_record(storage) as self._before:
@@ -124,11 +127,15 @@ class OpenPipeline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from writing the record or the exports within the context. JobError
-        if another configuration has taken the folder since, whose exports are the current ones."""
+        """Lock the record and the exports against other processes.
+
+        Raises:
+            JobError: another configuration was started in the folder meanwhile, so its exports are
+                the current ones.
+        """
         with locked_record(self._storage) as now:
-            mine = {name: self.record.current[name] for name in self.pipeline.steps}
-            for name, folder in mine.items():
+            expected = {name: self.record.current[name] for name in self.pipeline.steps}
+            for name, folder in expected.items():
                 if (other := now.current.get(name)) != folder:
                     raise JobError(
                         f"{self._storage.display_name}: meanwhile another configuration was "
@@ -140,30 +147,33 @@ class OpenPipeline:
             yield
 
     def new_edition(self, name: str) -> None:
-        """Give a step another address, and those behind it, because the rows that it reads are not
-        those of its folder any more. The next number of the version that it had counts, so that
-        workers who find the same choose the same."""
+        """Give a step and its readers new addresses, because the rows that the step reads have
+        changed.
+
+        The edition of the version is increased by one. Workers that detect the same change thus
+        choose the same address.
+        """
         version = self.record.steps[name].versions[self.address[name]]
         self._newer[name, version.base] = version.edition + 1
         self.write()
 
     def _settled(self) -> PipelineRecord:
-        """The record with the addresses that follow from the steps, and all that were before."""
+        """Return the record with the current address of each step, and all earlier versions."""
         before = self._before.steps
 
         def edition(name: str, base: str) -> int:
-            known = before[name].versions.values() if name in before else ()
-            of_base = [version.edition for version in known if version.base == base]
-            return max([*of_base, self._newer.get((name, base), 0)], default=0)
+            recorded = before[name].versions.values() if name in before else ()
+            editions = [version.edition for version in recorded if version.base == base]
+            return max([*editions, self._newer.get((name, base), 0)], default=0)
 
         settled = addresses(self.pipeline.steps, self._prints, edition)
         steps = {}
         for name, (address, version) in settled.items():
-            known = dict(before[name].versions) if name in before else {}
-            steps[name] = StepVersions(address, {**known, address: known.get(address, version)})
-        gone = {name: one for name, one in before.items() if name not in settled}
+            older = dict(before[name].versions) if name in before else {}
+            steps[name] = StepVersions(address, {**older, address: older.get(address, version)})
+        removed = {name: step for name, step in before.items() if name not in settled}
         return PipelineRecord(
-            {**steps, **{name: StepVersions(None, one.versions) for name, one in gone.items()}}
+            {**steps, **{name: StepVersions(None, s.versions) for name, s in removed.items()}}
         )
 
     def _names(self) -> list[str]:
@@ -178,23 +188,24 @@ class OpenPipeline:
 
 
 def _prints(pipeline: Pipeline) -> dict[str, Prints]:
-    """The fingerprints of each step's models; computed once for steps with equal models."""
-    known: dict[str, Prints] = {}
+    """Return the fingerprints of each step's models. Steps with equal models share one
+    computation."""
+    computed: dict[str, Prints] = {}
     prints = {}
     for name, step in pipeline.steps.items():
         config = step.config
         key = repr((config.model, config.strategy, config.engine, config.constraint))
-        if key not in known:
+        if key not in computed:
             try:
-                known[key] = answers_depend_on(config)
+                computed[key] = answers_depend_on(config)
             except ConfigError as error:
                 raise ConfigError(f"step {name}: {error}") from None
-        prints[name] = known[key]
+        prints[name] = computed[key]
     return prints
 
 
 def _refuse_foreign(display_name: str, names: list[str]) -> None:
-    """Refuse a folder that holds something else."""
+    """Raise ConfigError if the folder, which holds these names, is not a pipeline's."""
     if MANIFEST in names:
         raise ConfigError(
             f"output.dir={display_name} holds the output of a job: give the pipeline its own folder"

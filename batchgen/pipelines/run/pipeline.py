@@ -1,6 +1,6 @@
 """A pipeline: jobs that read each other's rows, in topological order.
 
-`compose_pipeline` makes it from the values that `pipeline_file` has read.
+`pipeline_file` reads a pipeline file; `compose_pipeline` turns the result into a `Pipeline`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PATH = "path"
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step.
+    """A step of a pipeline.
 
     Attributes:
-        config: the job, which names the folders of other steps by OUT/NAME.
-        parents: the steps whose answers are its rows.
-        tables: the steps whose tables its row steps read, by the row step's index in `rows`.
-        waits: whether it begins when its parents are complete, as the pipeline file says.
+        config: the job. The folders of other steps are OUT/NAME in it.
+        parents: the steps whose answers are the rows of this step.
+        tables: index of a step of `rows` → the pipeline step whose table it reads.
+        waits: whether the step begins only when its parents are complete (`after: complete`).
     """
 
     name: str
@@ -56,11 +56,12 @@ class PipelineStep:
 
     @property
     def reads(self) -> list[str]:
-        """All steps that must come before it."""
+        """The steps that this step reads, as rows or as tables."""
         return list(dict.fromkeys([*self.parents, *self.tables.values()]))
 
     def within(self, folders: Mapping[str, str]) -> JobConfig:
-        """The job with the folders of steps by name, its own among them."""
+        """Return the job with actual folders: step name → folder, of this step and the steps that
+        it reads."""
         config = self.config
         data = config.dataset
         if self.parents:
@@ -76,10 +77,10 @@ class PipelineStep:
         return replace(config, dataset=data, rows=tuple(rows), output=output)
 
     def values(self) -> dict[str, Any]:
-        """The step as a pipeline file has it, with all its keys."""
+        """Return the step in the form of a pipeline file, with all its keys."""
         groups = resolved(self.config)
         del groups["output"]["dir"]
-        groups["workers"]["name"] = None  # that of one process
+        groups["workers"]["name"] = None  # it names only this process
         if self.parents:
             del groups["dataset"][_PATH]
             groups = {
@@ -99,7 +100,12 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The steps in topological order, with the exports and pushes that follow them."""
+    """The steps in topological order, and the exports and pushes that follow them.
+
+    Attributes:
+        out: the folder of the pipeline, a path or URL.
+        most_errors: the largest allowed share of errors in a step's first shard.
+    """
 
     out: str
     steps: Mapping[str, PipelineStep]
@@ -108,7 +114,7 @@ class Pipeline:
     most_errors: float = _MOST_ERRORS
 
     def check_early(self) -> None:
-        """Find the usual mistakes of the steps before torch is loaded; see `check_early`."""
+        """Detect the common mistakes of the steps before torch is loaded; see `check_early`."""
         for name, step in self.steps.items():
             try:
                 check_early(step.config, folder=False)
@@ -116,7 +122,7 @@ class Pipeline:
                 raise ConfigError(f"step {name}: {error}") from None
 
     def text(self) -> str:
-        """The pipeline as a file, with all keys."""
+        """Return the pipeline as the text of a pipeline file, with all keys."""
         values: dict[str, Any] = {"output": {"dir": self.out}}
         if self.most_errors != _MOST_ERRORS:
             values[MOST_ERRORS] = self.most_errors
@@ -129,8 +135,16 @@ class Pipeline:
 def compose_pipeline(
     pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
-    """Compose the jobs of a pipeline, and check them. Raises ConfigError for a mistake in one of
-    them, or in what they read of each other. `folders` have further choices."""
+    """Compose and check the jobs of a pipeline.
+
+    Args:
+        pipeline: the values of the file and of typed arguments.
+        trust: the sources that the user trusts.
+        folders: folders with further choices for groups.
+
+    Raises:
+        ConfigError: there is a mistake in a step, or in what it reads.
+    """
     out = user_folder(pipeline.out, "output.dir")
     steps = {}
     for name, step in pipeline.steps.items():
@@ -140,7 +154,7 @@ def compose_pipeline(
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     for name, judges in pipeline.panels.items():
-        check_panel(name, {one: steps[one].config.sampling for one in judges})
+        check_panel(name, {judge: steps[judge].config.sampling for judge in judges})
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
     limit = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(limit, float, MOST_ERRORS)
@@ -152,34 +166,35 @@ def compose_pipeline(
 
 
 def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    """Order the steps so that each comes after those that it reads, and otherwise stays where it
-    is. Raises ConfigError for a circle."""
+    """Sort steps so that each comes after those that it reads, and otherwise keeps its position.
+    Raises ConfigError if steps read each other in a circle."""
     ordered: list[str] = []
-    left = dict(reads)
-    while left:
-        free = next((n for n, others in left.items() if set(others) <= set(ordered)), None)
-        if free is None:
+    remaining = dict(reads)
+    while remaining:
+        ready = next((n for n, others in remaining.items() if set(others) <= set(ordered)), None)
+        if ready is None:
             raise ConfigError(
-                f"steps read each other in a circle: {' → '.join(_circle(left))}: leave out one "
-                f"{FROM}"
+                f"steps read each other in a circle: {' → '.join(_circle(remaining))}: leave out "
+                f"one {FROM}"
             )
-        ordered.append(free)
-        del left[free]
+        ordered.append(ready)
+        del remaining[ready]
     return ordered
 
 
 def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The names along a circle, from a step back to it."""
-    name, way = next(iter(left)), list[str]()
-    while name not in way:
-        way.append(name)
+    """Return the names along a circle, from a step back to itself."""
+    name, path = next(iter(left)), list[str]()
+    while name not in path:
+        path.append(name)
         name = next(other for other in left[name] if other in left)
-    yield from [*way[way.index(name) :], name][::-1]
+    yield from [*path[path.index(name) :], name][::-1]
 
 
 def _composed(
     source: GivenStep, pipeline: PipelineValues, out: str, trust: Trust, folders: Sequence[Path]
 ) -> PipelineStep:
+    """Compose and check the job of one step."""
     for parent in source.parents:
         _refuse_unknown(parent, pipeline, source.locations.get(FROM, FROM))
     groups = compose_groups(
@@ -208,7 +223,7 @@ def _composed(
 
 
 def _options(step: Any) -> Any:
-    """The options of one of the steps of `rows`, by its short name or by its class."""
+    """Return the options of a step of `rows`, which is given by its class or by its short name."""
     if isinstance(step, dict) and "_target_" not in step and len(step) == 1:
         return next(iter(step.values()))
     return step
@@ -221,7 +236,7 @@ def _refuse_unknown(name: Any, pipeline: PipelineValues, start: str) -> None:
 
 
 def _refuse_of_jobs(config: JobConfig) -> None:
-    """Refuse what only single jobs can do."""
+    """Raise ConfigError for options that only single jobs can have."""
     if config.output.overwrite:
         raise ConfigError(
             "output.overwrite: a step that has changed gets a new folder, and its older ones stay: "

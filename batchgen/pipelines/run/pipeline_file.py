@@ -1,6 +1,7 @@
-"""Reads pipeline files: sorts the values of the file and of typed arguments by step.
+"""Reads pipeline files, and sorts the values of the file and of typed arguments by step.
 
-A pipeline file is a job file with `steps`; the keys above them are defaults for all steps.
+A pipeline file is a job file with the key `steps`; the keys above it are defaults for all steps.
+`read_pipeline` returns the values from which `compose_pipeline` makes a pipeline.
 """
 
 from __future__ import annotations
@@ -42,8 +43,14 @@ from batchgen.util.errors import ConfigError
 def ready_pipeline(
     name: str, folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a pipeline that comes with batchgen or lies in one of the user's folders, as
-    `read_job_file` does. Raises ConfigError if there is none of this name."""
+    """Read a pipeline that comes with batchgen or lies in one of the user's folders.
+
+    Returns:
+        The values and the location of each key, as `read_job_file` does.
+
+    Raises:
+        ConfigError: there is no pipeline with this name.
+    """
     known = choices(PIPELINE, folders)
     if name not in known:
         guess = nearest(name, known)
@@ -64,11 +71,16 @@ def read_pipeline(
     overrides: Sequence[str],
     reserved: Collection[str] = (),
 ) -> PipelineValues:
-    """Sort the values of a file and the typed arguments by step. Raises ConfigError for values that
-    no step can have.
+    """Sort the values of a file and the typed arguments by step.
 
     Args:
-        reserved: names that no step may have, besides those of groups and keys.
+        values: the values of the file.
+        locations: key → its location in the file, for messages.
+        overrides: the typed arguments.
+        reserved: names that no step may have, besides the names of groups and keys.
+
+    Raises:
+        ConfigError: a value is not valid for a step, or the folder is missing.
     """
     defaults = {key: value for key, value in values.items() if key not in (STEPS, *KEYS)}
     common = _flat(defaults, locations, "")
@@ -107,6 +119,7 @@ def read_pipeline(
 
 
 def _check_name(name: Any, locations: Mapping[str, str], taken: Collection[str]) -> None:
+    """Raise ConfigError if a step cannot have this name."""
     start = locations.get(f"{STEPS}.{name}", f"{STEPS}.{name}")
     if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
         raise ConfigError(
@@ -124,7 +137,13 @@ def _add_steps(
     common: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> None:
-    """Add a step of the file, or the steps of the judges that it has."""
+    """Add a step of the file to the pipeline. A step with several judges becomes one step per
+    judge.
+
+    Args:
+        common: the defaults for all steps.
+        others: the steps of the file, by name.
+    """
     locations, prefix = pipeline.locations, f"{STEPS}.{name}"
     start = locations.get(prefix, prefix)
     if not isinstance(value, dict):
@@ -134,11 +153,11 @@ def _add_steps(
         pipeline.steps[name] = _step(name, value, common, locations)
         return
     expanded = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
-    for one, (values, panel) in expanded.items():
-        if one != name:
-            _check_name(one, locations, others)
+    for step_name, (values, panel) in expanded.items():
+        if step_name != name:
+            _check_name(step_name, locations, others)
         step = _step(name, values, common, locations, panel)
-        pipeline.steps[one] = replace(step, name=one)
+        pipeline.steps[step_name] = replace(step, name=step_name)
     pipeline.panels[name] = [*expanded]
 
 
@@ -149,8 +168,12 @@ def _step(
     locations: Mapping[str, str],
     panel: Panel | None = None,
 ) -> GivenStep:
-    """A step with the defaults that it does not replace, and for the last of several judges the
-    others."""
+    """Return the values of a step, including the defaults that it does not replace.
+
+    Args:
+        options: the keys of the step in the file.
+        panel: for the last of several judges, the other judges.
+    """
     prefix = f"{STEPS}.{name}."
     values = dict(options)
     parents = _parents(values.pop(FROM, ()), locations.get(prefix + FROM, prefix + FROM))
@@ -188,8 +211,11 @@ def _step(
 def _with_judge(
     step_values: dict[str, Any], judged: Any, parents: tuple[str, ...], start: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keys of a step that judges others, and the step whose answers are its rows. Keys that the
-    step sets itself take precedence; a group for which it names a choice is not filled in."""
+    """Return the keys of a judging step, and the parent whose answers are its rows.
+
+    Keys that the step sets itself take precedence. Of a group for which the step names a choice, no
+    key is added.
+    """
     ready = _flat(judge_values(judged, parents, start), {}, "")
     chosen = {key for key in step_values if key in GROUPS}
     kept = {key: value for key, value in ready.items() if key.partition(".")[0] not in chosen}
@@ -197,7 +223,7 @@ def _with_judge(
 
 
 def _parents(value: Any, start: str) -> tuple[str, ...]:
-    """The names in `from: a` and `from: [a, b]`."""
+    """Return the names in `from: a` or `from: [a, b]`."""
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, list) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{start} must be the name of a step, or a list of names")
@@ -209,7 +235,7 @@ def _parents(value: Any, start: str) -> tuple[str, ...]:
 
 
 def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
-    """Whether a step says `after: complete`."""
+    """Whether a step has `after: complete`."""
     if value is None:
         return False
     if value != COMPLETE:
@@ -220,8 +246,8 @@ def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
 
 
 def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) -> dict[str, Any]:
-    """The values with keys of groups by their full names, and choices under those of groups. A
-    group with a class of its own stays whole."""
+    """Return the values by full names, such as `model.path`. The choice of a group is under the
+    group's name. A group with its own class stays a mapping."""
     flat: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:

@@ -1,5 +1,5 @@
-"""The values of a pipeline and of its steps before they are composed: what `pipeline_file`
-reads."""
+"""The values of a pipeline and of its steps before the jobs are composed. `pipeline_file` fills
+them in, and `compose_pipeline` reads them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from batchgen.util.errors import ConfigError
 
 STEPS, FROM = "steps", "from"
 AFTER, COMPLETE = "after", "complete"
-"""The key of a step that begins when what it reads is complete, and its value."""
+"""`after: complete` in a step lets it begin only when the steps that it reads are complete."""
 EXPORT, PUSH, MOST_ERRORS = "export", "push", "most_errors"
 PIPELINE = "pipeline"
-"""The argument that names a ready pipeline, and the folder of conf/ that has them."""
+"""The argument that names a ready pipeline, and the folder in conf/ with these pipelines."""
 KEYS = (EXPORT, PUSH, MOST_ERRORS)
-"""Keys of the whole pipeline, beside `output.dir`."""
+"""The keys of the whole pipeline, besides `output.dir`."""
 DIR = "output.dir"
 _STEP_KEY = re.compile(r"(\+\+|\+|~|)([\w-]+)\.(.+)", re.DOTALL)
+"""An argument for a step: the sign of an override, the step's name, and the rest."""
 
 
 @dataclass
 class GivenStep:
-    """The values of one step: the steps that it reads, its values as `compose_groups` takes them,
-    where its keys stand in the file, and the typed arguments `key=value` for it, in their order.
-    `waits` says whether it begins when what it reads is complete."""
+    """The values of one step.
+
+    Attributes:
+        parents: the steps whose answers are its rows.
+        values: its values, in the form that `compose_groups` takes.
+        locations: key → its location in the file.
+        waits: whether it begins only when its parents are complete.
+        overrides: the typed arguments `key=value` for it, in order.
+    """
 
     name: str
     parents: tuple[str, ...]
@@ -42,9 +49,16 @@ class GivenStep:
 
 @dataclass
 class PipelineValues:
-    """The values of a pipeline: its steps by name, its folder, and those of KEYS that are set.
-    `places` are those of all keys in the file; `typed` are the keys among KEYS that were typed, and
-    `panels` the steps of all judges of a step with several."""
+    """The values of a pipeline.
+
+    Attributes:
+        steps: name → the values of the step.
+        out: the folder of the pipeline.
+        keys: those of KEYS that are set, with their values.
+        locations: key → its location in the file.
+        typed: those of KEYS that were typed as arguments.
+        panels: a step with several judges → the names of the steps that replace it.
+    """
 
     steps: dict[str, GivenStep]
     out: str
@@ -54,12 +68,12 @@ class PipelineValues:
     panels: dict[str, list[str]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """The location of a key in the file, as the beginning of a message."""
+        """Return the location of a key in the file, as the beginning of a message."""
         return f"{self.locations.get(key, key)}: "
 
 
 def add_override(pipeline: PipelineValues, argument: str) -> None:
-    """Add a typed argument to the steps that it is for."""
+    """Add a typed argument to the steps that it applies to."""
     key = argument.partition("=")[0].lstrip("+~")
     group = key.partition(".")[0]
     if key in KEYS:
@@ -82,7 +96,7 @@ def add_override(pipeline: PipelineValues, argument: str) -> None:
 
 
 def _add_to_steps(pipeline: PipelineValues, name: str, argument: str) -> None:
-    """Give an argument to a step, or to all judges if it has several."""
+    """Add an argument to a step, or to all its judges if it has several."""
     names = pipeline.panels.get(name, [name])
     key = argument.partition("=")[0].partition(".")[2]
     if len(names) > 1 and key in ("model", "model.path", "post"):
@@ -90,8 +104,8 @@ def _add_to_steps(pipeline: PipelineValues, name: str, argument: str) -> None:
             f"{argument}: {name} has several judges, whose models and post steps follow from "
             f"{JUDGE}.{MODELS} in the pipeline file"
         )
-    for one in names:
-        _add_to_step(pipeline.steps[one], argument)
+    for step_name in names:
+        _add_to_step(pipeline.steps[step_name], argument)
 
 
 def _add_to_step(step: GivenStep, argument: str) -> None:

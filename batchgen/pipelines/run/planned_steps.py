@@ -1,5 +1,5 @@
-"""Plans a pipeline without running it, for `batchgen plan` and `--dry-run`: each step whose rows
-are known."""
+"""Plans a pipeline without running it: `plan_steps` for `batchgen plan`, `show_steps` for
+`--dry-run`. Only steps whose rows are known can be planned."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ from batchgen.util.text.text_table import counted
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step before it runs: its plan; or, if its rows are not known yet, the steps that it waits
-    for and the most rows that it can have (None if unknown)."""
+    """The plan of a step that has not run.
+
+    Attributes:
+        plan: the plan; None if the rows of the step are not known yet.
+        waits_for: the steps that must run before the rows are known.
+        most_rows: the most rows that the step can have; None if unknown.
+    """
 
     name: str
     folder: str
@@ -35,7 +40,7 @@ class PlannedStep:
     most_rows: int | None = None
 
     def text(self, samples: int) -> str:
-        """The step in lines for people."""
+        """Return the plan as text; `samples` is the number of samples of each row."""
         head = f"── step {self.name}: {self.folder}"
         if self.plan is not None:
             return f"{head}\n{plan_text(self.plan)}"
@@ -48,21 +53,19 @@ class PlannedStep:
 
 
 def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
-    """Plan the steps whose rows are known. Raises ConfigError for a mistake in one of them. Nothing
-    is written."""
+    """Plan the steps whose rows are known. Writes nothing. Raises ConfigError for a mistake in a
+    step."""
     planned: dict[str, PlannedStep] = {}
     with OpenPipeline(pipeline) as opened:
         for name, step in pipeline.steps.items():
             waits = waits_for(opened, name)
-            waits += [
-                one for one in step.reads if one not in waits and _grows(planned[one], pipeline)
-            ]
+            waits += [n for n in step.reads if n not in waits and _grows(planned[n], pipeline)]
             plan, total = None, None
             if waits:
-                of_parents = [_answers(planned[parent], pipeline) for parent in step.parents]
-                known = [rows for rows in of_parents if rows is not None]
-                if step.parents and len(known) == len(of_parents):
-                    total = sum(known)
+                counts = [_answers(planned[parent], pipeline) for parent in step.parents]
+                known_counts = [count for count in counts if count is not None]
+                if step.parents and len(known_counts) == len(counts):
+                    total = sum(known_counts)
                 if step.config.dataset.limit is not None and total is not None:
                     total = min(total, step.config.dataset.limit)
             else:
@@ -72,25 +75,25 @@ def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
 
 
 def waits_for(opened: OpenPipeline, name: str) -> list[str]:
-    """The steps that must be complete before the rows of a step are known."""
+    """Return the steps that must be complete before the rows of a step are known."""
     reads = opened.pipeline.steps[name].reads
     return [other for other in reads if not _is_complete(opened.folder(other))]
 
 
 def _grows(step: PlannedStep, pipeline: Pipeline) -> bool:
-    """Whether a step gets more answers, so that steps that read it get more rows."""
+    """Whether a step will have more answers, so that its readers will have more rows."""
     if step.plan is None:
         return True
     if pipeline.steps[step.name].config.sampling.until is None:
         return step.plan.answers > 0
-    # How many answers a row gets is not known before: only more rows mean more of them.
+    # With `until`, the answers per row cannot be predicted; only more rows mean more answers.
     job = open_job_reader(step.folder)
     rows = job.manifest["growing"].get(ROWS) if job.row_facts is None else job.row_facts.rows
     return step.plan.scan.num_rows != rows
 
 
 def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
-    """The plans of all steps, and their sum."""
+    """Return the plans of all steps as text, and the total time."""
     parts = [step.text(_samples(pipeline, step.name)) for step in steps]
     plans = [step.plan for step in steps if step.plan is not None]
     if (whole := total_seconds(plans)) is not None:
@@ -101,7 +104,7 @@ def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
 
 
 def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
-    """The plans as plain values, for `--json`."""
+    """Return the plans as JSON values, for `--json`."""
     return {
         "steps": {
             step.name: {
@@ -116,7 +119,7 @@ def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
 
 
 def total_seconds(plans: list[Plan]) -> Range | None:
-    """The time of some jobs, one after the other; None if that of one is not known."""
+    """Return the time of jobs that run one after the other; None if the time of one is unknown."""
     total = Range.exactly(0)
     for plan in (plan for plan in plans if plan.answers):
         if plan.forecast is None:
@@ -126,7 +129,7 @@ def total_seconds(plans: list[Plan]) -> Range | None:
 
 
 def show_steps(pipeline: Pipeline) -> int:
-    """Print the dry run of each step whose rows are known; returns the gravest exit code."""
+    """Print the dry run of each step whose rows are known. Returns the highest exit code."""
     codes = [0]
     with OpenPipeline(pipeline) as opened:
         refuse_wrong_exports(opened)
@@ -153,17 +156,17 @@ def _plan(opened: OpenPipeline, name: str, settings: PlanSettings) -> Plan:
 def _is_complete(folder: str) -> bool:
     try:
         return open_job_reader(folder).metrics.get("status") == "complete"
-    except (ConfigError, JobError):  # it has not begun, or computes again what it has lost
+    except (ConfigError, JobError):  # the job has not begun, or has lost rows
         return False
 
 
 def _samples(pipeline: Pipeline, name: str) -> int:
-    """The most answers to a row."""
+    """Return the most samples that a step takes per row."""
     sampling = pipeline.steps[name].config.sampling
     return sampling.n if sampling.until is None else sampling.until.most
 
 
 def _answers(step: PlannedStep, pipeline: Pipeline) -> int | None:
-    """The most answers that a step gives."""
+    """Return the most answers that a step can have; None if unknown."""
     rows = step.most_rows if step.plan is None else step.plan.scan.num_rows
     return None if rows is None else rows * _samples(pipeline, step.name)

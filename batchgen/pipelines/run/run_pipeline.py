@@ -1,7 +1,7 @@
 """Runs a pipeline to its end, or resumes one that was stopped or killed.
 
-This is the top of the package: it opens the pipeline, runs its steps, and writes and pushes
-exports.
+`run_pipeline` is the entry point of the command: it opens the pipeline, runs its steps, and writes
+and pushes exports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from batchgen.util.paths import is_url
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """How a pipeline ended without an error."""
+    """How a pipeline ended, if it did not fail.
+
+    Attributes:
+        exit_code: the highest exit code of a step.
+        stopped_by: the number of the signal that stopped it; None without one.
+        message: text for the user.
+    """
 
     exit_code: int
     stopped_by: int | None
@@ -30,11 +36,11 @@ class PipelineResult:
 
 
 def run_pipeline(pipeline: Pipeline) -> PipelineResult:
-    """Run all steps, write the exports, and push what is to be pushed.
+    """Run all steps, write the exports, and make the pushes.
 
     Raises:
         ConfigError: there is a mistake in the pipeline or in a step.
-        JobError: a step cannot go on, or has too many errors. Finished rows are safe.
+        JobError: a step cannot continue, or has too many errors. Finished rows are safe.
     """
     with OpenPipeline(pipeline) as opened:
         refuse_wrong_exports(opened)
@@ -59,6 +65,6 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
 
 
 def counts(opened: OpenPipeline) -> list[StepCounts]:
-    """The counts of the current versions of all steps."""
+    """Count the rows of the current version of each step."""
     current = opened.record.current
     return funnel(opened.pipeline.out, {name: current[name] for name in opened.pipeline.steps})

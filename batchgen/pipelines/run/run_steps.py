@@ -1,4 +1,5 @@
-"""Runs the steps of a pipeline; steps with equal models run at the same time in one engine."""
+"""Runs the steps of a pipeline, for `run_pipeline`. Steps with equal models run at the same time in
+one engine."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from batchgen.storage.stores.manifest import DifferentJob
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
-_WATCH_SECONDS = 0.1
+_WATCH_SECONDS = 0.1  # between two looks for a step's first shard
 
 
 class _StepChanged(Exception):
-    """The rows that a step reads are not those of its folder any more."""
+    """Raised if the rows that a step reads are no longer those that its folder was made from."""
 
     def __init__(self, name: str, differences: Sequence[str]) -> None:
         super().__init__(name)
@@ -37,15 +38,16 @@ class _StepChanged(Exception):
 
 
 def run_pipeline_steps(opened: OpenPipeline) -> list[JobResult]:
-    """Run the steps until all are complete, or one is stopped by a signal or has spent its budget;
-    returns how each ended, the one that was not completed last.
+    """Run the steps until all are complete, or until a step is stopped by a signal or has spent its
+    budget. Returns how each step ended; a step that was cut short comes last.
 
-    Steps with the same models, strategy and engine form a group, which runs in one engine: a step
-    follows what it reads, if that can be followed. Groups run in turn.
+    Steps with the same models, strategy and engine form a group, which runs in one engine. Within a
+    group, a step can run while the step that it reads still runs (see `StepGroups.follows`). Groups
+    run one after the other.
 
     Raises:
         ConfigError: there is a mistake in a step. Finished rows are safe.
-        JobError: a step cannot go on, or has too many errors. Finished rows are safe.
+        JobError: a step cannot continue, or has too many errors. Finished rows are safe.
     """
     while True:
         try:
@@ -61,7 +63,7 @@ def run_pipeline_steps(opened: OpenPipeline) -> list[JobResult]:
 
 
 def of_step(name: str, error: ConfigError | JobError) -> ConfigError | JobError:
-    """The error of a step, which it names."""
+    """Return the error with the step's name at the beginning of its message."""
     if str(error).startswith(f"step {name}: "):
         return error
     kind = ConfigError if isinstance(error, ConfigError) else JobError
@@ -72,8 +74,8 @@ def of_step(name: str, error: ConfigError | JobError) -> ConfigError | JobError:
 
 
 class _Run:
-    """One pass through the steps. If the rows of a step have changed, the pass ends and a new one
-    begins."""
+    """One pass through the steps. If the rows that a step reads have changed, the pass ends with
+    _StepChanged, and the caller begins a new one."""
 
     def __init__(self, opened: OpenPipeline) -> None:
         self._opened = opened
@@ -83,7 +85,7 @@ class _Run:
         self._promised: dict[str, Promise] = {}
 
     def all(self) -> list[JobResult]:
-        """Run all steps; return how each ended, see `run_pipeline_steps`."""
+        """Run all steps, and return how each ended; see `run_pipeline_steps`."""
         while (group := self._groups.next(self._results)) is not None:
             self._run_group(group)
             if any(_is_cut_short(result) for result in self._results.values()):
@@ -91,7 +93,7 @@ class _Run:
         return sorted(self._results.values(), key=_is_cut_short)
 
     def _run_group(self, group: str) -> None:
-        """Run what can be run of the steps with one engine, until they are complete."""
+        """Run the steps of a group that can run now, and those that can begin as others end."""
         names = self._groups.steps[group]
         with ExitStack() as watches:
             jobs = self._begun(group, watches)
@@ -115,7 +117,7 @@ class _Run:
             self._results |= run_jobs(jobs, build, ended)
 
     def _begun(self, group: str, watches: ExitStack) -> dict[str, SharingJob]:
-        """Open the steps of a group that can begin now and were not opened yet."""
+        """Open the steps of a group that can begin now and are not open yet."""
         names = self._groups.ready(group, self._results)
         jobs: dict[str, SharingJob] = {}
         for name in names:
@@ -124,7 +126,7 @@ class _Run:
         return jobs
 
     def _open(self, name: str, watches: ExitStack) -> SharingJob:
-        """A step, opened and checked."""
+        """Open and check a step."""
         opened = self._opened
         config = self._groups.config(name)
         folder = config.output.dir
@@ -149,8 +151,8 @@ class _Run:
 
 
 def _around(name: str, watch: ErrorWatch, turns: Turns[JobResult]) -> Turns[JobResult]:
-    """The turns of a step, whose errors name it. Its first shard is looked at as soon as it is
-    there, because other steps begin with it."""
+    """Run a step, turn by turn, and name the step in its errors. Between turns, its first shard is
+    checked as soon as it exists, because other steps may already read it."""
     next_look = 0.0
 
     def look() -> None:
@@ -168,5 +170,5 @@ def _around(name: str, watch: ErrorWatch, turns: Turns[JobResult]) -> Turns[JobR
 
 
 def _is_cut_short(result: JobResult) -> bool:
-    """Whether a step was stopped before it was complete."""
+    """Whether a step ended before it was complete."""
     return result.stopped_by is not None or result.is_spent

@@ -1,4 +1,5 @@
-"""Groups the steps of a pipeline that can share an engine, and finds those that can begin."""
+"""Groups the steps of a pipeline that can share an engine, and finds the steps that can begin.
+`run_steps` uses `StepGroups`."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ class StepGroups:
     """The steps of a pipeline, grouped by the recipe of their engine.
 
     Attributes:
-        steps: the names of each group, in the order of the pipeline; the key of a group is
-            `OpenPipeline.engine_of`.
+        steps: recipe (`OpenPipeline.engine_of`) → the names of the steps, in the pipeline's order.
     """
 
     def __init__(self, opened: OpenPipeline) -> None:
@@ -34,8 +34,8 @@ class StepGroups:
             self.steps.setdefault(opened.engine_of(name), []).append(name)
 
     def follows(self, name: str) -> bool:
-        """Whether a step begins while the one that it reads still runs. This depends on the
-        pipeline alone, so that all workers find the same."""
+        """Whether a step begins while its parent still runs. This depends only on the pipeline, so
+        all workers agree."""
         steps, step = self._opened.pipeline.steps, self._opened.pipeline.steps[name]
         if len(step.parents) != 1 or step.waits or is_url(self._opened.pipeline.out):
             return False
@@ -43,7 +43,7 @@ class StepGroups:
         of_engine = self._opened.engine_of
         if of_engine(parent) != of_engine(name) or parent in step.tables.values():
             return False
-        return not steps[parent].config.output.retry_errors  # which changes shards
+        return not steps[parent].config.output.retry_errors  # a retry changes finished shards
 
     def is_followed(self, name: str) -> bool:
         """Whether another step follows this one."""
@@ -51,12 +51,16 @@ class StepGroups:
         return any(step.parents == (name,) and self.follows(other) for other, step in steps)
 
     def config(self, name: str) -> JobConfig:
-        """The job of a step, which says whether it follows another one."""
+        """Return the job of a step, with dataset.follow set."""
         config = self._opened.config(name)
         return replace(config, dataset=replace(config.dataset, follow=self.follows(name)))
 
     def ready(self, group: str, complete: Collection[str]) -> list[str]:
-        """The steps of a group that are not complete and can run when these are."""
+        """Return the steps of a group that are not complete and can run.
+
+        Args:
+            complete: the steps that are complete.
+        """
         names: list[str] = []
         for name in self.steps[group]:
             step = self._opened.pipeline.steps[name]
@@ -67,8 +71,13 @@ class StepGroups:
         return names
 
     def next(self, complete: Collection[str]) -> str | None:
-        """The group to run when these steps are complete: the one with most shards that no worker
-        has begun, of equal ones the first. None if all are complete."""
+        """Return the group to run next; None if all steps are complete. Of several groups that can
+        run, the one with the most shards that no worker has begun is chosen, and the first of equal
+        ones.
+
+        Args:
+            complete: the steps that are complete.
+        """
         ready = {group: self.ready(group, complete) for group in self.steps}
         groups = [group for group, names in ready.items() if names]
         if len(groups) < 2:
@@ -76,7 +85,7 @@ class StepGroups:
         return max(groups, key=lambda group: sum(map(self._num_free, ready[group])))
 
     def _num_free(self, name: str) -> float:
-        """How many shards of a step are not begun; infinite if that is not known."""
+        """Return the number of shards of a step that no worker has begun; infinite if unknown."""
         config = self._opened.config(name)
         with closing(open_storage(config.output.dir, WorkersConfig())) as storage:
             manifest = written_manifest(storage)
@@ -86,6 +95,6 @@ class StepGroups:
             rows = int(rows) * runs_of_row(asdict(manifest))
             leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
             begun = {lease[0] for lease in leases if lease is not None and lease[0] >= 0}
-            done = shard_files(storage.path / DATA, names_in(storage, DATA))
+            finished = shard_files(storage.path / DATA, names_in(storage, DATA))
             shards = -(-int(rows) // config.output.rows_per_shard)
-            return max(0, shards - len(begun | set(done)))
+            return max(0, shards - len(begun | set(finished)))

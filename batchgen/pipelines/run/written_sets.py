@@ -1,4 +1,4 @@
-"""Reads the keys `export` and `push` of a pipeline file."""
+"""Reads the keys `export` and `push` of a pipeline file, for `compose_pipeline`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ if TYPE_CHECKING:
     from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest
 
 _OUT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
+"""The names that an export may have."""
 _BYTES = ("kd-packed", "rl")
 """Formats that cannot be written as JSON lines."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A file or folder that is written at the end: the step whose rows it has, the trainer's format
-    (None for unchanged columns), its name, and options of `batchgen export`."""
+    """A file or folder that is written after the steps.
+
+    Attributes:
+        step: the step whose rows are exported.
+        to: the trainer's format; None for unchanged columns.
+        out: the name in the folder EXPORTS.
+        options: further options of `batchgen export`.
+    """
 
     step: str
     to: str | None
@@ -34,13 +41,13 @@ class Export:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
-        """The export as a pipeline file has it."""
+        """Return the export in the form of a pipeline file."""
         to = {} if self.to is None else {"to": self.to}
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
     def asked(self) -> ExportRequest:
-        """The export request for a trainer's format. Raises ConfigError for options that do not
-        fit."""
+        """Return the request for a trainer's format. Raises ConfigError for options that do not fit
+        the format."""
         from batchgen.pipelines.publish.trainers.trainer_rows import (
             ExportRequest,  # it loads pyarrow
         )
@@ -51,20 +58,26 @@ class Export:
 
 @dataclass(frozen=True)
 class Push:
-    """A push to the hub: of a step's folder, or of the folder that an export writes."""
+    """A push to the hub.
+
+    Attributes:
+        source: the step or the exported folder to push.
+        repo: the repository, USER/SET.
+        private: whether to create the repository as a private one.
+    """
 
     source: str
     repo: str
     private: bool = False
 
     def values(self) -> dict[str, Any]:
-        """The push as a pipeline file has it."""
+        """Return the push in the form of a pipeline file."""
         return {FROM: self.source, "to": self.repo, "private": self.private}
 
 
 def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Export]:
-    """The exports of a pipeline. Raises ConfigError for an unknown step, an option that does not
-    fit, or two that would write one file."""
+    """Read the exports of a pipeline. Raises ConfigError for an unknown step, an option that does
+    not fit, or two exports with one name."""
     start = pipeline.at(EXPORT)
     exports = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
     if exports and is_url(pipeline.out):
@@ -72,12 +85,14 @@ def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Expor
             f"{start}it writes files on this machine, but output.dir is in an object store: "
             f"leave it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
         )
-    for number, one in enumerate(exports):
-        if one.out in [other.out for other in exports[:number]]:
-            raise ConfigError(f"{start}two exports write {one.out}: give one of them another `out`")
-        if one.to is not None:
+    for number, export in enumerate(exports):
+        if export.out in [other.out for other in exports[:number]]:
+            raise ConfigError(
+                f"{start}two exports write {export.out}: give one of them another `out`"
+            )
+        if export.to is not None:
             try:
-                one.asked()
+                export.asked()
             except ConfigError as error:
                 raise ConfigError(f"{start}{str(error).replace('--', '')}") from None
     return exports
@@ -95,11 +110,13 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
     if to is not None and to not in FORMATS:
         raise ConfigError(f"{start}to must be one of {', '.join(FORMATS)}, got {to!r}")
     of_trainers = {f.name for f in fields(ExportRequest)} - {"to"}
-    known = of_trainers if to is not None else {"where", "columns"}
+    allowed = of_trainers if to is not None else {"where", "columns"}
     for name in options:
-        if name not in known | {"out"}:
-            guess = nearest(name, known)
-            hint = f"did you mean {guess}?" if guess else f"choose among {', '.join(sorted(known))}"
+        if name not in allowed | {"out"}:
+            guess = nearest(name, allowed)
+            hint = (
+                f"did you mean {guess}?" if guess else f"choose among {', '.join(sorted(allowed))}"
+            )
             raise ConfigError(f"{start}there is no option {name!r} here: {hint}")
     suffix = ".parquet" if to in _BYTES else ".jsonl"
     out = options.pop("out", f"{step}{'' if to is None else f'.{to}'}{suffix}")
@@ -120,8 +137,14 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
 def read_pushes(
     pipeline: PipelineValues, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
 ) -> list[Push]:
-    """The pushes of a pipeline. One in a stranger's file would publish rows in the user's name, so
-    that it needs his word. Raises ConfigError without it, and for what cannot be pushed."""
+    """Read the pushes of a pipeline.
+
+    A push publishes rows with the user's login. A pipeline file from a stranger may therefore push
+    only if the user trusts the file or types the push.
+
+    Raises:
+        ConfigError: the user has not confirmed the push, or its source cannot be pushed.
+    """
     start = pipeline.at(PUSH)
     entries = _list_of(pipeline, PUSH)
     if entries and trust.sources and PUSH not in pipeline.typed:
@@ -169,11 +192,11 @@ def _refuse_unknown_step(step: Any, start: str, steps: Collection[str]) -> None:
 
 
 def _list_of(pipeline: PipelineValues, key: str) -> list[Any]:
-    """The value of a key as a list; a single entry may stand without one."""
+    """Return the value of a key as a list; a single entry may be given without one."""
     value = pipeline.keys.get(key)
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def export_settings(export: Export) -> dict[str, Any]:
-    """The settings that decide an export's content besides the rows of its step."""
+    """Return the settings that decide an export's content, besides the rows of its step."""
     return {key: value for key, value in asdict(export).items() if key != "out"}

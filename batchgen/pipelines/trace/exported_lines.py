@@ -1,9 +1,10 @@
-"""Finds the rows from which a line of an exported file was made.
+"""Finds the rows from which a line of an exported file was made, for `batchgen trace FILE --line
+N`.
 
-Every export has a record of how it was made: the metadata of a Parquet file, selection.json of a
-folder, or exports.json of a pipeline. With it the lines are made again, and the line that equals
-the one in question shows its rows. A line that was edited since equals none, and has no known
-origin.
+Every export records how it was made: in the metadata of a Parquet file, in selection.json of a
+folder, or in exports.json of a pipeline. `exported_line` makes the lines again from this record and
+compares them with the line in question. A line that was edited after the export equals none of
+them, so its origin is unknown.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ _READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
 
 @dataclass(frozen=True)
 class ExportRecipe:
-    """How a file was made: from which job or set, in which trainer's format (None for unchanged
-    columns), and with which options."""
+    """How a file was made.
+
+    Attributes:
+        of: the job or set whose rows were exported.
+        to: the trainer's format; None for unchanged columns.
+        options: the options of the export.
+    """
 
     of: str
     to: str | None
@@ -51,15 +57,21 @@ class ExportRecipe:
 
     @property
     def asked(self) -> ExportRequest:
-        """The options of a format of trainers."""
-        known = {field.name for field in fields(ExportRequest)} - {"to"}
+        """The request for a trainer's format."""
+        names = {field.name for field in fields(ExportRequest)} - {"to"}
         assert self.to is not None
-        return ExportRequest(to=self.to, **{k: v for k, v in self.options.items() if k in known})
+        return ExportRequest(to=self.to, **{k: v for k, v in self.options.items() if k in names})
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A row of a job or of a set; a set's rows have no sample."""
+    """A row of a job or of a set.
+
+    Attributes:
+        folder: the job or set.
+        row_id: the id of the row.
+        sample: the number of the sample; None for a set, whose rows are single samples.
+    """
 
     folder: str
     row_id: str
@@ -67,17 +79,20 @@ class Origin:
 
 
 Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
-"""A line that was made again, and a function that finds the rows from which it was made."""
+"""A line that was made again, and a function that returns the rows from which it was made."""
 
 
 def exported_line(
     path: Path, user_path: str, line: int, of: str | None
 ) -> tuple[TracedLine, list[Origin]]:
-    """Find a line of an exported file, counted from 1, and the rows from which it was made.
+    """Find a line of an exported file, and the rows from which it was made.
 
     Args:
-        of: the job or set from which the file was made, if the file does not say so itself, or if
-            that has moved.
+        path: the file or folder.
+        user_path: the same as the user typed it, for messages.
+        line: the number of the line, from 1.
+        of: the job or set from which the file was made. Needed if the file does not record it, or
+            if the job has moved.
 
     Raises:
         ConfigError: there is no such line, or its origin is unknown.
@@ -115,7 +130,7 @@ def exported_line(
 
 
 def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
-    """The content of a line of a file, or of a row of a folder's shards."""
+    """Return the content of a line of a file, or of a row in a folder's shards."""
     if line < 1:
         raise ConfigError(f"--line {line}: lines are counted from 1")
     lines: Iterator[dict[str, Any]]
@@ -135,10 +150,10 @@ def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
         lines = iter([content] if isinstance(content, dict) else [])
     else:
         raise ConfigError(f"{user_path}: lines are read from {_READ_BY_LINE}")
-    one = next(lines, None)
-    if one is None:
+    line_content = next(lines, None)
+    if line_content is None:
         raise ConfigError(f"{user_path} has no line {line} with an object")
-    return one
+    return line_content
 
 
 def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -149,7 +164,7 @@ def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _recipe(path: Path) -> ExportRecipe | None:
-    """How a file or folder was made, as its record says; None without one."""
+    """Return how a file or folder was made, according to its record; None without a record."""
     if path.is_dir():
         facts = set_facts(path)
         of = [one["path"] for one in facts["jobs"]]
@@ -170,7 +185,7 @@ def _recipe(path: Path) -> ExportRecipe | None:
 
 
 def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Line]:
-    """The lines of an export as it would be made now."""
+    """Make the lines of an export again."""
     where = recipe.options.get("where")
     if recipe.to is None:
         names = recipe.options.get("columns") or rows.schema.names
@@ -185,17 +200,21 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
     request = recipe.asked
     lines = TokenRows(rows, request) if request.to in TOKEN_FORMATS else TrainerRows(rows, request)
     is_json = path.name.endswith(JSON_NAMES)
-    for one in lines:
-        # As Parquet gives it back: lists and fields of their types.
-        table = None if is_json else pa.Table.from_pylist([one], schema=lines.schema)
+    for exported in lines:
+        # A Parquet file returns values with the types of its schema.
+        table = None if is_json else pa.Table.from_pylist([exported], schema=lines.schema)
         addresses = list(lines.made_of)
-        yield one if table is None else table.to_pylist()[0], partial(_at, rows, addresses)
+        yield exported if table is None else table.to_pylist()[0], partial(_at, rows, addresses)
 
 
 def _of_columns(
     rows: FinishedRows, content: Mapping[str, Any], user_path: str, line: int
 ) -> list[Origin]:
-    """The row of which a line has columns as they are, its id among them."""
+    """Find the row whose columns equal a line. The line must contain the row's id.
+
+    Raises:
+        ConfigError: the line has no id or other columns, or not exactly one row equals it.
+    """
     key = _ID if rows.is_set else _ROW
     if key not in content or not set(content) <= {*rows.columns.names}:
         raise ConfigError(
@@ -221,14 +240,14 @@ def _of_columns(
 
 
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
-    """The origins of a row, by its columns."""
+    """Return a function that returns the origin of a row, given the row's columns."""
     if rows.is_set:
         return lambda: [Origin(rows.user_path, row[_ID], None)]
     return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
 
 
 def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin]:
-    """The rows with these shards and positions."""
+    """Return the rows at these (shard, position) addresses."""
     origins = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
     for shard, index in addresses:
@@ -238,7 +257,7 @@ def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin
 
 
 def is_exported(path: Path, user_path: str) -> bool:
-    """Whether a path is a file, or the folder of an export for a trainer."""
+    """Whether a path is a file, or a folder that was exported for a trainer."""
     if is_url(user_path):
         return False
     if path.is_file():

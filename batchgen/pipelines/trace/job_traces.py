@@ -1,4 +1,5 @@
-"""Traces rows of jobs back to the rows from which they were made, through any number of jobs."""
+"""Traces rows of jobs back to the rows from which they were made, through any number of jobs.
+`trace_row` uses `JobTraces`."""
 
 from __future__ import annotations
 
@@ -27,14 +28,18 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed
 
 _MOST_JOBS = 100
-"""The most jobs in a chain that are followed."""
+"""The most jobs in a chain that are traced."""
 
 
 class JobTraces:
-    """Traces rows of one job; `user_path` is its folder as the user typed it."""
+    """Traces rows of one job.
+
+    Args:
+        user_path: the job's folder as the user typed it.
+    """
 
     def __init__(self, user_path: str) -> None:
-        """Raise ConfigError if the folder is not one of a job."""
+        """Open the job. Raises ConfigError if the folder is not a job's."""
         self.user_path = user_path
         self.reader = open_job_reader(user_path)
         dataset = self.reader.config.get("dataset")
@@ -45,11 +50,14 @@ class JobTraces:
         self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
-        """Add the samples of a row, or one of them, and everything that they were made from; or, if
-        the row is missing, what has dropped it.
+        """Add to the trace the samples of a row and everything that they were made from. If the row
+        is missing, add why it was dropped.
+
+        Args:
+            sample: the number of one sample; None for all.
 
         Raises:
-            ConfigError: nothing is known of such a row.
+            ConfigError: the job neither has the row nor knows why it was dropped.
             JobError: a file is damaged.
         """
         if len(trace.origins) > _MOST_JOBS:
@@ -69,8 +77,8 @@ class JobTraces:
         self._add_source(trace, rows[0])
 
     def _rows(self, known_by: str) -> list[dict[str, Any]]:
-        """The samples of the row with an id. Readers of a job that runs each row with several
-        adapters name it ADAPTER/ID."""
+        """Return the samples of the row with an id. If the job runs each row with several adapters,
+        readers of the job use the id ADAPTER/ID."""
         rows = list(self.reader.find(known_by))
         if rows or runs_of_row(self.reader.manifest) == 1:
             return rows
@@ -98,8 +106,8 @@ class JobTraces:
         )
 
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
-        """The folders of the jobs that may have a row with this id, and its id there. If several
-        jobs are read, ids begin with the name of one."""
+        """Yield (folder, row id) for each upstream job that may have a row. If several jobs are
+        read, ids begin with the name of one, which is removed."""
         paths = build(DatasetConfig, dict(self._dataset), "dataset").paths
         folders = jobs_at(paths, self.reader.path)
         for name, folder in folders.items():
@@ -109,7 +117,7 @@ class JobTraces:
                 yield folder, row_id.removeprefix(f"{name}/")
 
     def _data_index(self, row_index: int) -> int:
-        """The number of the data set's row that a row of the job comes from."""
+        """Return the index in the data set of a row of the job."""
         facts = self.reader.row_facts
         if facts is None:
             return row_index
@@ -130,16 +138,16 @@ class JobTraces:
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
     def _grades(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The grades of a sample; empty without any."""
+        """Return the grades of a sample; empty if it has none."""
         reader = self.reader
-        in_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
-        path = shard_path(reader.path / GRADES, int(row[KEYS[0]]) // in_shard)
+        rows_per_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
+        path = shard_path(reader.path / GRADES, int(row[KEYS[0]]) // rows_per_shard)
         if not reader.storage.exists(path):
             return {}
         source = reader.storage.parquet(path)
         keys = read_columns(source, KEYS)
-        is_it = pc.and_(*(pc.equal(keys[name], row[name]) for name in KEYS))
-        indices = pc.indices_nonzero(is_it).to_pylist()
+        is_sample = pc.and_(*(pc.equal(keys[name], row[name]) for name in KEYS))
+        indices = pc.indices_nonzero(is_sample).to_pylist()
         if not indices:
             return {}
         names = [name for name in _names(reader.storage.parquet(path)) if name not in ROW_KEYS]
@@ -147,7 +155,7 @@ class JobTraces:
         return dict(table.slice(indices[0], 1).to_pylist()[0])
 
     def _add_dropped(self, trace: Trace, row_id: str) -> None:
-        """Add the reason why a row, or a row or answer from which it would have been made, was
+        """Add why a row was dropped, or why a row from which it would have been made was
         dropped."""
         dropped = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
         if dropped is not None:
@@ -174,8 +182,8 @@ class JobTraces:
         return self._dataset.get("kind") == "job"
 
     def _dropped_by_step(self, row_id: str) -> DropReason | None:
-        """The reason in rows/dropped-*.parquet for a row, or for the row from which it was
-        split."""
+        """Return why a step of `rows` dropped a row, or the row from which it was split, according
+        to rows/dropped-*.parquet."""
         facts = self.reader.row_facts
         if facts is None:
             return None
@@ -189,12 +197,12 @@ class JobTraces:
         return None
 
     def _dropped_by_choice(self, row_id: str) -> DropReason | None:
-        """The key of `dataset` that has left out an answer of another job, with the reason."""
+        """Return which key of `dataset` left out an answer of an upstream job, and why."""
         if not self._reads_jobs:
             return None
         of_samples = self._dataset.get("rows") in (None, "samples")
-        for one in _ancestors(row_id):
-            of_row, _, sample = one.rpartition("#") if of_samples else (one, "", "")
+        for ancestor in _ancestors(row_id):
+            of_row, _, sample = ancestor.rpartition("#") if of_samples else (ancestor, "", "")
             if of_samples and not (of_row and sample.isdecimal()):
                 continue
             for job, above in self._upstream(of_row):
@@ -202,17 +210,17 @@ class JobTraces:
                 rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
                 if rows:
                     by, why = self._choice(job, rows)
-                    return DropReason(self.user_path, one, by, why)
+                    return DropReason(self.user_path, ancestor, by, why)
         return None
 
     def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """Which key of `dataset` has left out all of some answers, and why."""
-        left = [row for row in rows if row["error"] is None]
-        if not left and self._dataset.get("errors") in (None, "drop"):
+        """Return which key of `dataset` left out all of these answers, and why."""
+        without_error = [row for row in rows if row["error"] is None]
+        if not without_error and self._dataset.get("errors") in (None, "drop"):
             error = rows[0]["error"]
             return "dataset.errors=drop", f"{error['type']}: {error['message']}"
         where = self._dataset.get("where")
-        if where is not None and (why := _why_not(job, where, left or rows)) is not None:
+        if where is not None and (why := _why_not(job, where, without_error or rows)) is not None:
             return f"dataset.where={where}", why
         if (limit := self._dataset.get("limit")) is not None:
             return f"dataset.limit={limit}", f"it comes after the first {limit:,} rows"
@@ -225,7 +233,8 @@ class JobTraces:
 
 
 def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The values for which an expression is not true of some answers; None if it is."""
+    """Return the values for which `where` is false for all of these answers; None if it is true for
+    one."""
     opened = open_rows(job)
     expression = opened.columns.expression("where", where)
     wanted = opened.columns.read_by(expression) | opened.columns.named([*KEYS])
@@ -243,13 +252,14 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def _rows_of(rows: FinishedRows, wanted: Any, keys: set[tuple[Any, Any]]) -> Iterator[Any]:
-    left = set(keys)
+    """Yield the rows with these keys (row index, sample index)."""
+    remaining = set(keys)
     for row in rows.rows(wanted):
         key = row.variables[KEYS[0]], row.variables[KEYS[1]]
-        if key in left:
-            left.discard(key)
+        if key in remaining:
+            remaining.discard(key)
             yield row
-        if not left:
+        if not remaining:
             return
 
 
@@ -260,7 +270,8 @@ def _names(source: Any) -> list[str]:
 
 
 def _ancestors(row_id: str) -> Iterator[str]:
-    """An id, and the ids of the rows from which steps have split it."""
+    """Yield an id, and the ids of the rows from which steps may have split it: `a#1#2`, `a#1`,
+    `a`."""
     while True:
         yield row_id
         above, hash_, number = row_id.rpartition("#")
@@ -270,5 +281,6 @@ def _ancestors(row_id: str) -> Iterator[str]:
 
 
 def _without_sample(row_id: str) -> str:
+    """Return an id without the number of a sample at its end."""
     above, hash_, number = row_id.rpartition("#")
     return above if hash_ and number.isdecimal() else row_id

@@ -1,5 +1,5 @@
-"""Finds the files in which rows of data sets lie, and the folders of jobs that were moved
-together."""
+"""Finds the file that holds a row of a data set, and the folders of jobs that were moved together.
+Traces and lock files use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ _LINES = (".jsonl", ".jsonl.gz")
 
 
 def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
-    """The `TracedSource` of the row of a data set with this number."""
+    """Locate a row of a data set, by its index.
+
+    Returns:
+        The fields of `TracedSource`: the data set, the index in it, the file, and the index in the
+            file. The last two are None if unknown.
+    """
     text = str(dataset.get("path") or dataset.get("kind"))
     if split := dataset.get("split"):
         text += f", split {split}"
@@ -39,7 +44,7 @@ def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str 
 
 
 def _files(path: str) -> list[Path]:
-    """The files at a path or glob, in the order in which they are read; none of a folder."""
+    """Return the files at a path or glob, in reading order; none for a folder."""
     try:
         if path.startswith(PACKAGE_SCHEME):
             return [find_in_package(path, "dataset.path:")]
@@ -53,7 +58,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _count(file: Path) -> int | None:
-    """How many rows a file has; None if that is not known without reading it as a table."""
+    """Return the number of rows of a file; None if it is unknown without parsing the file."""
     try:
         if file.suffix == ".parquet":
             return int(pq.read_metadata(file).num_rows)
@@ -67,8 +72,14 @@ def _count(file: Path) -> int | None:
 
 
 def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
-    """The paths of the jobs that another job reads, whose folder is `reader`: as that names them,
-    or, if nothing is there, next to that folder, as in a copy of both."""
+    """Return the paths of the jobs that another job reads. A path at which nothing exists is
+    replaced by a folder of that name next to the reader's folder, if there is one: both may have
+    been moved.
+
+    Args:
+        paths: the paths in the reader's configuration.
+        reader: the folder of the reading job.
+    """
     above = reader.resolve().parent
     folders = []
     for path in paths:
@@ -79,7 +90,8 @@ def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
 
 
 def jobs_at(paths: Sequence[str], reader: Path) -> dict[str, str]:
-    """The folders of the jobs that another one names, by the names with which ids begin."""
+    """Return the folders of the jobs that another job reads, by the names with which row ids
+    begin."""
     jobs: dict[str, str] = {}
     for path in places_beside(paths, reader):
         for folder in _folders(path):
@@ -89,6 +101,7 @@ def jobs_at(paths: Sequence[str], reader: Path) -> dict[str, str]:
 
 
 def _folders(path: str) -> list[str]:
+    """Return the folders at a path, URL or glob."""
     if is_url(path) or not glob.has_magic(path):
         return [path]
     here = user_path(path, "dataset.path")

@@ -1,4 +1,5 @@
-"""Traces a row of a job, of a set or of an exported file back to its sources: `batchgen trace`."""
+"""Traces a row of a job, of a set or of an exported file back to its sources, for `batchgen
+trace`."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from batchgen.util.paths import is_url, user_path
 
 _ID = "id"
 _SAMPLE = re.compile(r"(.+)#([0-9]+)", re.DOTALL)
+"""The id of a set's row: the id in the job and the number of the sample."""
 
 
 def trace_row(
@@ -30,14 +32,16 @@ def trace_row(
     sample: int | None = None,
     of: str | None = None,
 ) -> Trace:
-    """Trace the row with an id of a job, a pipeline or a set, or a `line` of an exported file.
+    """Trace the row with an id in a job, a pipeline or a set, or a line of an exported file.
 
     Args:
+        job_path: the folder or file, as the user typed it.
+        line: the number of a line of an exported file, from 1.
         sample: only this sample of the row.
-        of: the job or set from which an exported file was made, if the file does not say so.
+        of: the job or set from which an exported file was made, if the file does not record it.
 
     Raises:
-        ConfigError: nothing is known of the row, or a job on the way is not there.
+        ConfigError: the row is unknown, or a job in the chain is missing.
         JobError: a file is damaged.
     """
     trace = Trace()
@@ -62,6 +66,7 @@ def trace_row(
 
 
 def _add(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
+    """Add a row of a job or set, and its sources."""
     if is_set(user_path):
         _add_of_set(trace, user_path, row_id)
     else:
@@ -69,23 +74,23 @@ def _add(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
 
 
 def _add_of_pipeline(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
-    """Add a row of the last step that has it, or else the reason why the last step that knows it
-    has dropped it."""
+    """Add the row from the last step that has it. If no step has it, add the reason from the last
+    step that dropped it."""
     record = find_record(user_path)
     assert record is not None
     unknown: ConfigError | None = None
     dropped: Trace | None = None
     for name in [*record.current][::-1]:
-        one = Trace()
+        step_trace = Trace()
         try:
-            JobTraces(f"{user_path.rstrip('/')}/{name}").add(one, row_id, sample)
+            JobTraces(f"{user_path.rstrip('/')}/{name}").add(step_trace, row_id, sample)
         except ConfigError as error:
             unknown = unknown or error
             continue
-        if one.is_there:
-            trace.origins += one.origins
+        if step_trace.is_there:
+            trace.origins += step_trace.origins
             return
-        dropped = dropped or one
+        dropped = dropped or step_trace
     if dropped is None:
         assert unknown is not None
         raise unknown
@@ -104,28 +109,28 @@ def _add_of_set(trace: Trace, user_path: str, row_id: str) -> None:
 
 
 def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
-    """The folder of the job that a row of a set came from, and row and sample there."""
+    """Return the origin of a set's row: the folder of the job, the row id in it, and the sample."""
     assert rows.facts is not None
     jobs = {one["path"]: one for one in rows.facts["jobs"]}
     source = row.get(SOURCE)
     if isinstance(source, dict) and source.get("job") in jobs:
         (folder,) = places_beside([source["job"]], rows.storage.path)
         return folder, source["row_id"], source["sample_index"]
-    # The rows have a column `source` of their own, and the id says the same.
+    # The data set has a column `source`, so the set has none of its own; the id names the origin.
     return _of_id(rows, str(row[_ID]))
 
 
 def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
-    """The origin that the id of a row of a set names."""
+    """Return the origin that the id of a set's row names, as `origin_in_set` does."""
     assert rows.facts is not None
     jobs = [one["path"] for one in rows.facts["jobs"]]
     job = jobs[0]
     if len(jobs) > 1:
         name, _, row_id = row_id.partition("/")
-        known = {path.rstrip("/").rpartition("/")[2]: path for path in jobs}
-        if name not in known:
+        paths = {path.rstrip("/").rpartition("/")[2]: path for path in jobs}
+        if name not in paths:
             raise ConfigError(f"{rows.user_path}: no job of the set has the name {name}")
-        job = known[name]
+        job = paths[name]
     (folder,) = places_beside([job], rows.storage.path)
     if rows.facts["asked"].get("best") is None and (match := _SAMPLE.fullmatch(row_id)):
         return folder, match[1], int(match[2])
@@ -133,7 +138,11 @@ def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
 
 
 def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
-    """Which condition of `select` has left a row out."""
+    """Return which option of `select` left a row out.
+
+    Raises:
+        ConfigError: the job does not have the row either.
+    """
     assert rows.facts is not None
     folder, of_job, sample = _of_id(rows, row_id)
     request = rows.facts["asked"]
@@ -160,7 +169,7 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
         raise ConfigError(
             f"{user_path}: neither the set nor {folder} has a row with the id {row_id}"
         )
-    left = [f"--{key} {request[key]}" for key in ("best", "dedupe", "top") if request.get(key)]
+    options = [f"--{key} {request[key]}" for key in ("best", "dedupe", "top") if request.get(key)]
     return DropReason(
-        user_path, row_id, " or ".join(left) or "select", "another row took its place"
+        user_path, row_id, " or ".join(options) or "select", "another row took its place"
     )

@@ -1,4 +1,4 @@
-"""Prints a trace as lines for people, or as JSON values."""
+"""Formats a trace as text for people, or as JSON values, for `batchgen trace`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _KINDS = {
     DropReason: "dropped",
 }
 _PLACES = ("_start", "_end")
-"""Suffixes of grades that are positions in the text."""
+"""The suffixes of grade columns that hold positions in the text."""
 _INDENT, _LABEL, _LINES = "  ", 24, 3
 
 
 def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
-    """The lines of a trace; `whole` shows texts to their end."""
+    """Yield the lines of a trace. With `whole`, long texts are not cut."""
     for number, origin in enumerate(trace.origins):
         if number:
             yield ""
@@ -65,7 +65,7 @@ def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
     yield f"{answers.job}{passed}"
     for number, (row, grades) in enumerate(zip(answers.rows, answers.grades, strict=True)):
         columns = [name for name in row if name not in _APART]
-        if number:  # the samples of a row have the columns of the data set in common
+        if number:  # all samples of a row have the same input columns, which are shown once
             columns = [name for name in columns if name in (answers.text_column, "error")]
         text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
@@ -84,5 +84,5 @@ def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
 
 
 def trace_values(trace: Trace) -> list[dict[str, Any]]:
-    """The trace as JSON values."""
+    """Return the trace as JSON values."""
     return [{"kind": _KINDS[type(origin)], **asdict(origin)} for origin in trace.origins]

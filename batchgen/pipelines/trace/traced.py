@@ -1,4 +1,5 @@
-"""The result of a trace: what was found on the way from a row back to its sources."""
+"""The result of a trace: the items on the way from a row back to its sources. `trace_row` returns a
+`Trace`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TracedLine:
-    """A line of an exported file, counted from 1."""
+    """A line of an exported file; lines are counted from 1."""
 
     file: str
     line: int
@@ -18,14 +19,14 @@ class TracedLine:
 
 @dataclass(frozen=True)
 class TracedAnswers:
-    """Samples of a row in a job's folder, each with its grades.
+    """Samples of a row in a job, with their grades.
 
     Attributes:
         job: the folder.
-        rows: all columns of each sample.
-        grades: of each sample; empty where there are none.
+        rows: for each sample, all its columns.
+        grades: for each sample, its grades; empty if it has none.
         steps: the steps of `rows` that the row has passed.
-        text_column: the column of generated text.
+        text_column: the column of the generated text.
     """
 
     job: str
@@ -37,7 +38,7 @@ class TracedAnswers:
 
 @dataclass(frozen=True)
 class TracedInSet:
-    """A row of a set that `select` has written."""
+    """A row of a set that `select` wrote."""
 
     set: str
     row: Mapping[str, Any]
@@ -45,12 +46,13 @@ class TracedInSet:
 
 @dataclass(frozen=True)
 class TracedSource:
-    """The row of the data set at the beginning of the chain; numbers are counted from 0.
+    """A row of a data set, where a chain begins. Rows are counted from 0.
 
     Attributes:
-        data_set: its path or its name.
-        row_index: the number of the row there.
-        file: the file that has it, if that is known, and `row_in_file` its number in it.
+        data_set: the path or the name of the data set.
+        row_index: the index of the row in the data set.
+        file: the file with the row; None if unknown.
+        row_in_file: the index of the row in the file; None if unknown.
     """
 
     data_set: str
@@ -61,7 +63,13 @@ class TracedSource:
 
 @dataclass(frozen=True)
 class DropReason:
-    """The reason why a row is missing: what has left it out, and why, in words."""
+    """Why a row is missing.
+
+    Attributes:
+        where: the folder in which the row is missing.
+        by: the step or option that dropped the row.
+        reason: why, in words.
+    """
 
     where: str
     row_id: str
@@ -74,11 +82,12 @@ Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
 
 @dataclass
 class Trace:
-    """A trace: from the requested row back to the data set, or to what has dropped it."""
+    """A trace: the items from the requested row back to the data set, or to the reason why the row
+    is missing."""
 
     origins: list[Found] = field(default_factory=list)
 
     @property
     def is_there(self) -> bool:
-        """Whether the row is in the data, and was not dropped on the way."""
+        """Whether the requested row exists, and was not dropped."""
         return bool(self.origins) and not isinstance(self.origins[0], DropReason)

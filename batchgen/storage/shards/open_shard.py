@@ -77,11 +77,13 @@ class OpenShard:
 
     def is_by_others(self, row_index: int, sample: int) -> bool:
         """Whether another worker has written a sample of a row while this one computed it."""
-        return self.by_others.item(row_index - self._first, sample)
+        by_others: bool = self.by_others.item(row_index - self._first, sample)
+        return by_others
 
     def is_failed(self, row_index: int, sample: int) -> bool:
         """Whether a sample of a row has an error and is computed again."""
-        return self.failed.item(row_index - self._first, sample)
+        failed: bool = self.failed.item(row_index - self._first, sample)
+        return failed
 
     def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
         """Note rows that this worker, whose number is `attempt`, has written."""

@@ -1,5 +1,5 @@
-"""The values that a template sees for a row: all its columns, and null for a field that is
-missing."""
+"""How templates treat absent values of a row: a missing field of an object is null, a missing
+column is an error. `row_environment` uses AbsentField."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from jinja2 import (
 
 
 class WholeRow(dict[str, Any]):
-    """All columns of a row; to read one that it lacks is an error."""
+    """All columns of a row. Reading a column that the row lacks is an error."""
 
 
 class AbsentField(StrictUndefined):
-    """A field that an object of a row lacks, which acts as null does: files of one format leave
-    out what those of another one pad with null. A variable that is not there raises, as in
-    StrictUndefined; so does either where it is printed or read further."""
+    """The Jinja value of a name that does not exist.
+
+    A field that an object in a row lacks behaves like null, because some file formats omit fields
+    that others fill with null. A variable that does not exist raises an error, as with
+    StrictUndefined. In both cases, printing the value or reading a field of it raises.
+    """
 
     __slots__ = ()
 
@@ -30,7 +33,7 @@ class AbsentField(StrictUndefined):
 
     @property
     def is_null(self) -> bool:
-        """Whether an object lacks it, and not the template's variables."""
+        """Whether this is a missing field of an object, and not a missing variable or column."""
         obj = self._undefined_obj
         return isinstance(obj, Mapping) and not isinstance(obj, WholeRow)
 
@@ -54,5 +57,5 @@ class AbsentField(StrictUndefined):
 
 
 def is_null(value: object) -> bool:
-    """Whether a value of a template is null: the test `is none`."""
+    """Whether a value in a template is null; implements the test `is none`."""
     return value is None or (isinstance(value, AbsentField) and value.is_null)

@@ -1,4 +1,5 @@
-"""Expressions of users over the columns of a row, such as `mark == 1 and text|length > 200`."""
+"""Expressions that users write over the columns of a row, such as `mark == 1 and text|length >
+200`. Options like `--where` are compiled to a `RowExpression`."""
 
 from __future__ import annotations
 
@@ -14,27 +15,35 @@ from batchgen.util.templates.absent_field import WholeRow, is_null
 from batchgen.util.templates.template_sandbox import RENDER_ERRORS, row_environment
 
 OWN_NAMES = ("row_id", "row_index", "row")
-"""The variables of an expression besides columns: the row's id, its index, and all columns at
-once."""
+"""The variables of an expression besides the columns: the row's id, its index, and all columns as
+one object."""
 _RESULT = "_result"
 
 
 class ExpressionFailed(ValueError):
-    """An expression has no value in a row. The message names its key and says why."""
+    """Raised if an expression cannot be evaluated in a row. The message names its key and says
+    why."""
 
 
 class RowExpression:
-    """A Jinja expression that sees the columns of a row as variables, all of them as `row`, and
-    `row_id` and `row_index`; a column with such a name goes first. As in templates, a field that
-    an object of the row lacks is null.
+    """A compiled Jinja expression over a row.
 
-    It runs in the sandbox and within the bounds of one render, as templates do. Its value depends
-    on the row alone, so the filter `random` is unknown to it.
+    Its variables are the columns, and OWN_NAMES unless a column has the same name. As in templates,
+    a missing field of an object is null. The expression runs in the sandbox, within the bounds of
+    one render. Its value depends only on the row, so the filter `random` does not exist.
+
+    Args:
+        key: the option or key with the expression, for messages.
+        source: the text of the expression.
+        columns: the names of the columns.
+
+    Attributes:
+        names: the columns that are read, in the order of `columns`.
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
-        """Compile it, or raise ConfigError, which names the `key`, if it does not compile or reads
-        a name that is no column."""
+        """Compile the expression. Raises ConfigError, which names the `key`, if it does not compile
+        or reads an unknown name."""
         env = row_environment()
         del env.filters["random"]
         self._key, self.source = key, source
@@ -46,10 +55,12 @@ class RowExpression:
             self._template = env.from_string(tree)
         except TemplateError as error:  # the syntax, an unknown filter, a bound
             raise ConfigError(f"{key}: {env.said(error)} (in {beginning(source, 80)!r})") from None
-        known = {*columns, *OWN_NAMES}
-        self._globals = {n: env.globals[n] for n in names if n in env.globals and n not in known}
+        variables = {*columns, *OWN_NAMES}
+        self._globals = {
+            n: env.globals[n] for n in names if n in env.globals and n not in variables
+        }
         for name in names:
-            if name not in known and name not in self._globals:
+            if name not in variables and name not in self._globals:
                 raise _unknown(key, name, columns)
         if "row" in names and "row" not in columns:
             for name in self._read["row"] or ():
@@ -59,11 +70,12 @@ class RowExpression:
         self.names = self._columns(columns)
 
     def attributes(self, name: str) -> frozenset[str] | None:
-        """Which fields of a variable are read by their names; None if it is read as a whole."""
+        """Return the fields of a variable that are read by name; None if the variable is read as a
+        whole."""
         return self._read.get(name, frozenset())
 
     def value(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> Any:
-        """The value of the expression in a row. Raises ExpressionFailed if it has none."""
+        """Evaluate the expression in a row. Raises ExpressionFailed if that fails."""
         values: dict[str, Any] = dict(self._globals)
         for name in self._variables:
             if name in fields:
@@ -81,12 +93,12 @@ class RowExpression:
             raise self._failed(error, fields) from None
 
     def is_true(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> bool:
-        """Whether the value in a row is true in Python's sense. Raises ExpressionFailed if it has
-        none."""
+        """Whether the value in a row is true in Python's sense. Raises ExpressionFailed if the
+        evaluation fails."""
         return bool(self.value(fields, row_id, row_index))
 
     def _columns(self, columns: Collection[str]) -> tuple[str, ...]:
-        """The columns that are read, in the order in which the data has them."""
+        """Return the columns that are read, in the order of the data."""
         read = {name for name in self._variables if name in columns}
         if "row" in self._variables and "row" not in columns:
             fields = self._read["row"]
@@ -103,7 +115,8 @@ class RowExpression:
 
 
 def _complete(value: Any) -> Any:
-    """The value of an expression; what filters like `map` would make only later is a list."""
+    """Return the value of an expression. Lazy results, such as those of the filter `map`, become
+    lists."""
     if isinstance(value, Iterator | range):
         items = []
         for item in value:
@@ -115,7 +128,8 @@ def _complete(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """The value, or null for an absent field; UndefinedError for what no row has."""
+    """Return a value, with null for a missing field. Raises UndefinedError for a name that does not
+    exist."""
     if isinstance(value, Undefined):
         if not is_null(value):
             str(value)  # raises what is missing
@@ -124,19 +138,20 @@ def _known(value: Any) -> Any:
 
 
 def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
-    """The fields of a variable that a template reads by name; None if it reads it as a whole."""
-    fields, whole, named = set[str](), 0, 0
+    """Return the fields of a variable that a template reads by name; None if the variable is also
+    read as a whole."""
+    fields, num_reads, num_field_reads = set[str](), 0, 0
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
         if isinstance(node, nodes.Name):
-            whole += node.name == name and node.ctx == "load"
+            num_reads += node.name == name and node.ctx == "load"
         elif isinstance(owner := node.node, nodes.Name) and owner.name == name:  # type: ignore[attr-defined]
             if isinstance(node, nodes.Getattr):
                 fields.add(node.attr)
-                named += 1
+                num_field_reads += 1
             elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
                 fields.add(str(node.arg.value))
-                named += 1
-    return frozenset(fields) if whole == named else None
+                num_field_reads += 1
+    return frozenset(fields) if num_reads == num_field_reads else None
 
 
 def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:

@@ -1,4 +1,5 @@
-"""Jinja templates of users that are filled with the columns of a row."""
+"""Jinja templates that users write and that are filled with the columns of a row. Prompts are
+rendered with `RowTemplate`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from batchgen.util.templates.template_bounds import TemplateLimit
 from batchgen.util.templates.template_sandbox import RENDER_ERRORS, row_environment
 
 _SINGLE_BRACES = re.compile(r"(?<![{\w^}\]])\{\s*(\w+)\s*\}(?!\})")
-"""`{name}`, apart from LaTeX such as `\\boxed{name}` and `x^{name}`."""
+"""Matches `{name}`, but not LaTeX such as `\\boxed{name}` and `x^{name}`."""
 
 
 class _NullOutput(Exception):
@@ -25,20 +26,27 @@ class _NullOutput(Exception):
 
 
 class _NoData(Exception):
-    """Raised when a template prints what is no data, such as a method."""
+    """Raised when a template prints something that is not data, such as a method."""
 
 
 class RowTemplate:
-    """A template that sees the columns of a row as variables, all of them as `row`, and as
-    `row_index` the row's position in the data set, from 0.
+    """A compiled template over a row.
 
-    It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
-    from ranges of more than 100,000, and within the bounds of one render (template_bounds.py).
-    Nothing is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can
-    ask whether a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an
-    error: a file leaves a missing value null, and no prompt shall say "None". A template that does
-    not compile, or that uses unknown columns, raises ConfigError, which names the `key` of the
-    configuration.
+    Its variables are the columns; `row`, an object with all columns; and `row_index`, the row's
+    index in the data set.
+
+    The template runs in the sandbox, within the bounds of one render (template_bounds.py). Nothing
+    is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template may test
+    whether a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an error,
+    so that no prompt says "None".
+
+    Args:
+        key: the key of the template in the configuration, for messages.
+        source: the text of the template.
+        columns: the names of the columns.
+
+    Raises:
+        ConfigError: the template does not compile, or uses unknown columns.
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
@@ -54,7 +62,7 @@ class RowTemplate:
         except TemplateError as error:  # an unknown filter or test
             raise ConfigError(f"{key}: {env.said(error)}") from None
         _check_braces(key, tree, columns)
-        # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
+        # Each render copies the globals, and a dict is much faster to copy than Jinja's mapping.
         self._template.globals = dict(self._template.globals)
         self._only = _only_variable(tree)
         self._names = sorted(env.undeclared(tree))
@@ -73,7 +81,7 @@ class RowTemplate:
         return bool(self._names)
 
     def render(self, fields: Mapping[str, Any], row_index: int = 0) -> str:
-        """The text for one row. Raises RequestError (missing_field, template_error)."""
+        """Return the text for one row. Raises RequestError (missing_field, template_error)."""
         if self._only is not None and type(value := fields.get(self._only)) is str:
             return value
         try:
@@ -112,7 +120,7 @@ class RowTemplate:
 
 @contextmanager
 def template_errors(key: str) -> Iterator[None]:
-    """Turn what rendering raises, apart from undefined variables, into a RequestError."""
+    """Turn every error of rendering except UndefinedError into a RequestError."""
     try:
         yield
     except UndefinedError:
@@ -129,7 +137,7 @@ def template_errors(key: str) -> Iterator[None]:
 
 
 def _check_braces(key: str, tree: nodes.Template, columns: Collection[str]) -> None:
-    """Refuse the name of a column in single braces, as Python's format has it."""
+    """Raise ConfigError if a column's name is in single braces, as in Python's format strings."""
     for part in tree.find_all(nodes.TemplateData):
         for match in _SINGLE_BRACES.finditer(part.data):
             if match[1] in columns:
@@ -140,11 +148,12 @@ def _check_braces(key: str, tree: nodes.Template, columns: Collection[str]) -> N
 
 
 def _data(value: Any) -> Any:
-    """Return a value that is printed; anything but data raises."""
+    """Return a value that a template prints. Raises _NullOutput for null, and _NoData for a value
+    that is not data."""
     if value is None:
         raise _NullOutput
     if isinstance(value, Undefined):
-        return value  # which says itself what is missing
+        return value  # printing it raises an error that says what is missing
     if callable(value) or type(value).__module__.partition(".")[0] == "jinja2":
         raise _NoData(getattr(value, "__name__", type(value).__name__))
     return value
@@ -159,7 +168,8 @@ def _plain(value: Any) -> str | None:
 
 
 def _only_variable(tree: nodes.Template) -> str | None:
-    """The variable whose value is all that the template prints; None if it is another one."""
+    """Return the variable if the template prints exactly one variable and nothing else; otherwise
+    None."""
     if len(tree.body) == 1 and isinstance(output := tree.body[0], nodes.Output):
         if len(output.nodes) == 1 and isinstance(name := output.nodes[0], nodes.Name):
             return name.name
@@ -167,7 +177,7 @@ def _only_variable(tree: nodes.Template) -> str | None:
 
 
 def _optional(tree: nodes.Template) -> set[str]:
-    """The variables that the template tests with `is defined` or gives a default."""
+    """Return the variables that the template tests with `is defined` or gives a default."""
     guarded = [t.node for t in tree.find_all(nodes.Test) if t.name in ("defined", "undefined")]
     guarded += [
         f.node for f in tree.find_all(nodes.Filter) if f.name in ("default", "d") and f.node

@@ -1,8 +1,8 @@
-"""Limits on rendering a template, which a stranger may have written: characters made, and CPU
-seconds.
+"""Limits on the rendering of a template, which a stranger may have written: the characters that it
+makes, and its CPU seconds.
 
-Nothing can interrupt Python while it computes one value. So every operation that can make a larger
-value reports the size here before it makes it.
+Python cannot be interrupted while it computes one value. Every operation that can make a larger
+value therefore reports the size here first. `template_sandbox` and `template_guards` do so.
 """
 
 from __future__ import annotations
@@ -19,26 +19,32 @@ from jinja2 import TemplateError
 from jinja2.utils import Namespace
 
 MOST_CHARACTERS = 2**26
-"""All characters that a render may make, those of values on the way too. Each item of a list or a
-mapping counts as 16."""
+"""The most characters that a render may make, including those of intermediate values. Each item of
+a list or mapping counts as 16."""
 MOST_SECONDS = 5.0
 _MOST_BITS = 100_000
 """The longest integer that a template may compute."""
 _MOST_SLOW = 100_000
-"""The most characters for what takes time quadratic in them."""
+"""The most characters for operations whose time is quadratic in them."""
 _ITEM = 16
 SMALL = 64
-"""Texts with fewer characters are not counted one by one: a round of a loop counts them all."""
+"""Shorter texts are not counted one by one; each iteration of a loop counts them in advance."""
 _MANY = (list, tuple, Set, deque, ValuesView)
 
 
 class TemplateLimit(TemplateError):
-    """A render would take more than its bounds. The message says which."""
+    """Raised if a render would exceed a limit. The message says which."""
 
 
 class _Budget(threading.local):
-    """What is left to the render of this thread: characters, and time by two clocks. Outside of a
-    render nothing is bounded."""
+    """The remaining budget of the current render in this thread. Nothing is limited outside of
+    renders.
+
+    Attributes:
+        left: the characters that may still be made.
+        end: the wall-clock time (`time.monotonic`) from which on the CPU time is checked.
+        cpu: the CPU time of the thread at which the render must end.
+    """
 
     rendering = False
     left = MOST_CHARACTERS
@@ -50,7 +56,8 @@ _budget = _Budget()
 
 
 class one_render:
-    """The bounds of one render or compilation in this thread. One within another adds nothing."""
+    """A context that applies the limits to one render or compilation in this thread. A nested
+    context has no effect."""
 
     __slots__ = ("_outermost",)
 
@@ -70,7 +77,7 @@ class one_render:
 
 
 def tick() -> None:
-    """Count a step of a render; TemplateLimit if the time is over."""
+    """Count a step of a render. Raises TemplateLimit if the CPU time is used up."""
     if time.monotonic() > _budget.end and _budget.rendering:
         if (late := time.thread_time() - _budget.cpu) > 0:
             raise TemplateLimit(f"rendering it takes longer than {MOST_SECONDS:g} s")
@@ -78,8 +85,8 @@ def tick() -> None:
 
 
 def spend(characters: int) -> None:
-    """Count characters that are about to be made; TemplateLimit if they are too many."""
-    if not _budget.rendering:  # Jinja computes constants whenever it looks at a tree
+    """Count characters that are about to be made. Raises TemplateLimit if there are too many."""
+    if not _budget.rendering:  # Jinja also evaluates constants when it inspects a syntax tree
         if characters > MOST_CHARACTERS:
             raise _too_large()
         return
@@ -93,10 +100,10 @@ def _too_large() -> TemplateLimit:
 
 
 def printed_size(value: Any) -> int:
-    """About how many characters a value prints, or a step for each of its items.
+    """Return roughly how many characters a value prints, with a fixed cost for each item.
 
-    Raises TemplateLimit beyond the bounds: lists that hold one list many times can be as large as
-    that in little memory.
+    Raises TemplateLimit above MOST_CHARACTERS: a list that contains the same list many times can
+    print that much from little memory.
     """
     if isinstance(value, str):
         return len(value)
@@ -121,7 +128,7 @@ def printed_size(value: Any) -> int:
 
 
 def made(value: Any) -> Any:
-    """A value that was just made: counts it, and returns it."""
+    """Count a value that was just made, and return it."""
     kind = type(value)
     if kind is str:
         if len(value) >= SMALL:
@@ -134,13 +141,13 @@ def made(value: Any) -> Any:
 
 
 def check_bits(bits: int) -> None:
-    """Refuse to compute an integer of this many bits."""
+    """Raise TemplateLimit for an integer of too many bits."""
     if bits > _MOST_BITS:
         raise TemplateLimit(f"it computes an integer of more than {_MOST_BITS:,} bits")
 
 
 def before_operator(operator: str, left: Any, right: Any) -> None:
-    """Count what `left operator right` will make."""
+    """Count the result of `left operator right` before it is computed."""
     if isinstance(left, int) and isinstance(right, int):
         if operator == "*":
             check_bits(left.bit_length() + right.bit_length())
@@ -159,7 +166,7 @@ def before_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def before_percent(text: str | bytes, values: Any) -> None:
-    """Count what `text % values` will make."""
+    """Count the result of `text % values` before it is computed."""
     form = text if isinstance(text, str) else text.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", form):
         raise TemplateLimit(
@@ -169,7 +176,7 @@ def before_percent(text: str | bytes, values: Any) -> None:
 
 
 def before_format(text: str, values: Any) -> None:
-    """Count what `text.format(…)` will make of these values."""
+    """Count the result of `text.format(…)` before it is computed."""
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TemplateLimit(
@@ -181,7 +188,7 @@ def before_format(text: str, values: Any) -> None:
 
 
 def _most_digits(text: str) -> int:
-    """The greatest number in a text."""
+    """Return the largest number that occurs in a text."""
     return max((int(digits[-12:]) for digits in re.findall(r"[0-9]+", text)), default=0)
 
 
@@ -189,11 +196,11 @@ GROWING = frozenset(
     "center expandtabs join ljust replace rjust rsplit split splitlines to_bytes translate zfill "
     "count index".split()
 )
-"""Methods that may make more than a few times what they are given, or compare."""
+"""Methods whose result can be several times as large as their input, or that compare values."""
 
 
 def before_method(owner: Any, name: str, arguments: list[Any]) -> None:
-    """Count what the method of a value of Python's own will make."""
+    """Count the result of a method of a built-in type before it is computed."""
     sizes = sum(map(printed_size, arguments))
     number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     if not isinstance(owner, str | bytes):
@@ -227,11 +234,12 @@ def before_method(owner: Any, name: str, arguments: list[Any]) -> None:
 
 
 def _times(text: Any, part: Any) -> int:
-    """How often a part stands in a text; at most, where their types differ."""
+    """Return how often a part occurs in a text; an upper bound if their types differ."""
     return int(text.count(part)) if type(text) is type(part) else len(text)
 
 
 def _replaced(text: Any, arguments: list[Any]) -> None:
+    """Count the result of replacing a part of a text."""
     old, new = [*arguments, "", ""][:2]
     if type(old) is type(new) and isinstance(text, type(old)) and isinstance(old, str | bytes):
         times = _times(text, old) if old else len(text) + 1
@@ -244,12 +252,12 @@ FREE = frozenset(
     "attr count d default first float last length map random reject rejectattr safe select "
     "selectattr".split()
 )
-"""Filters that look into nothing and make nothing, or no more than a step that counts itself."""
+"""Filters that need no counting: they inspect no items and make nothing large."""
 _SLOW = frozenset("pprint striptags title urlize wordwrap xmlattr".split())
 
 
 def before_filter(name: str, value: Any, arguments: list[Any]) -> None:
-    """Count what a filter will make of a value."""
+    """Count the result of a filter before it is computed."""
     number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     match name:
         case "replace":

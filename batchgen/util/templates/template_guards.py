@@ -1,5 +1,5 @@
-"""Guards in the syntax tree of a template: filters that count loops, prints, comparisons and
-hashes."""
+"""Adds guards to the syntax tree of a template: filters that count iterations, prints, comparisons
+and hashes. `template_sandbox` applies them before it compiles a template."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from jinja2.visitor import NodeTransformer
 from batchgen.util.templates import template_bounds as bounds
 
 _ROUND, _PRINTED, _SIZED, _MADE = " round", " printed", " sized", " made"
-"""Filters that guard the tree. No template can name them, because of their space."""
+"""The names of the guards. Templates cannot use them, because they begin with a space."""
 
 
-@pass_context  # so that it is not computed when the template is compiled
+@pass_context  # so that Jinja does not evaluate it at compile time
 def _round(context: Context, characters: int) -> bool:
-    """Count a round of a loop and the characters of its text."""
+    """Count an iteration of a loop, and the characters that it makes."""
     bounds.tick()
     bounds.spend(characters)
     return True
 
 
 def _printed(value: Any) -> Any:
+    """Count a value that is printed, and return it."""
     if type(value) is not str:
         bounds.spend(bounds.printed_size(value))
     elif len(value) >= bounds.SMALL:
@@ -35,18 +36,19 @@ def _printed(value: Any) -> Any:
 
 
 def sized(value: Any) -> Any:
-    """A value that will be compared or hashed: lists within lists can take forever."""
+    """Count a value that will be compared or hashed, and return it. Comparing nested lists can take
+    very long."""
     if type(value) is not str and isinstance(value, (list, tuple, dict)):
         bounds.printed_size(value)
     return value
 
 
 GUARD_FILTERS = {_ROUND: _round, _PRINTED: _printed, _SIZED: sized, _MADE: bounds.made}
-"""The filters that the guards name."""
+"""Name → guard."""
 
 
 class TreeGuards(NodeTransformer):
-    """Puts the guards into a template's syntax tree."""
+    """Inserts the guards into a template's syntax tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -76,7 +78,7 @@ class TreeGuards(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         if len(node.ops) == 1 and nodes.Const in (type(node.expr), type(node.ops[0].expr)):
-            return node  # no list is compared with another one
+            return node  # a comparison with a constant is fast
         node.expr = _unless_constant(node.expr)
         for operand in node.ops:
             operand.expr = _unless_constant(operand.expr)
@@ -84,7 +86,7 @@ class TreeGuards(NodeTransformer):
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
         if isinstance(function := node.node, nodes.Getattr):
-            function.node = self.visit(function.node)  # a method, whatever keys there are
+            function.node = self.visit(function.node)  # a call is of a method, never of a key
             node.node = nodes.Name("", "load")
             self.generic_visit(node)
             node.node = function
@@ -92,7 +94,7 @@ class TreeGuards(NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
-        """Look for a key first: `doc.items` is what the object `doc` has under "items"."""
+        """Read a key before an attribute: `doc.items` is the value of the key "items" of `doc`."""
         self.generic_visit(node)
         return nodes.Getitem(node.node, nodes.Const(node.attr), node.ctx, lineno=node.lineno)
 
@@ -114,5 +116,5 @@ def _unless_constant(node: nodes.Expr) -> nodes.Expr:
 
 
 def _filtered(node: nodes.Expr, name: str, lineno: int | None = None) -> nodes.Expr:
-    """The expression with a filter on it."""
+    """Apply a filter to an expression."""
     return nodes.Filter(node, name, [], [], None, None, lineno=lineno or node.lineno)

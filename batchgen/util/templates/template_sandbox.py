@@ -1,8 +1,8 @@
-"""The sandbox in which templates that others may have written are rendered.
+"""The sandbox in which templates that strangers may have written are rendered.
 
-It is Jinja's sandbox, which keeps templates from Python's internals, with the limits of
-`template_bounds`. Jinja lets calls, filters and some operators be intercepted. The rest is guarded
-in the syntax tree before it is compiled (`template_guards`).
+`BoundedEnvironment` is Jinja's sandbox, which protects Python's internals, with the limits of
+`template_bounds`. Jinja can intercept calls, filters and some operators. Other operations are
+guarded in the syntax tree before it is compiled (`template_guards`).
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What rendering a template can raise: Jinja's errors, and those of the user's expressions."""
+"""The errors that rendering a template can raise: Jinja's, and those of the user's expressions."""
 _MOST_SOURCE = 2**20
-"""The most characters of a template. To compile a longer one would take minutes."""
+"""The most characters of a template. Compiling a longer one would take minutes."""
 _COMPARING = frozenset("eq == equalto ne != gt > greaterthan ge >= lt < lessthan le <= in".split())
 
 
 class BoundedTemplate(Template):
-    """A template of which each render has its bounds."""
+    """A template whose renders are limited."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """The text, or TemplateLimit if it would take more time or characters than a render may."""
+        """Render the template. Raises TemplateLimit if it would take more time or characters than
+        allowed."""
         with bounds.one_render():
             return super().render(*args, **kwargs)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates take no more time and memory than template_bounds.py says."""
+    """A sandbox whose templates are limited in time and memory, see template_bounds.py."""
 
     template_class = BoundedTemplate
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -76,7 +77,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.tests |= {name: _sized_test(self.tests[name]) for name in _COMPARING}
 
     def said(self, error: TemplateError) -> str:
-        """What Jinja says of a template, with a guess where a filter or test has a typo."""
+        """Return Jinja's message about a template. If the name of a filter or test seems
+        misspelled, a suggestion is added."""
         message = error.message or type(error).__name__
         if match := re.match(r"No (filter|test) named '(\w+)'", message):
             known = [*(self.filters if match[1] == "filter" else self.tests)]
@@ -85,11 +87,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return message
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        with bounds.one_render():  # constants are computed here
+        with bounds.one_render():  # compiling evaluates constant expressions
             return super().compile(*args, **kwargs)
 
     def parse_expression(self, source: str, result: str) -> nodes.Template:
-        """The tree of a template that sets the variable `result` to what an expression is."""
+        """Return the syntax tree of a template that assigns the value of an expression to the
+        variable `result`."""
         if len(source) > _MOST_SOURCE:
             raise bounds.TemplateLimit(f"it has more than {_MOST_SOURCE:,} characters")
         parser = Parser(self, source, state="variable")
@@ -125,13 +128,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise bounds.TemplateLimit("it is nested too deeply") from None
 
     def undeclared(self, tree: nodes.Template) -> set[str]:
-        """The names that a template uses and does not set, without the globals."""
+        """Return the names that a template reads but does not set, except globals."""
         with bounds.one_render():
             return meta.find_undeclared_variables(tree) - set(self.globals)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if type(left) is str and type(right) is str and operator == "+":
-            return bounds.made(left + right)  # twice as long as the longer one at most
+            return bounds.made(left + right)  # at most twice as long as the longer text
         bounds.before_operator(operator, left, right)
         return self.binop_table[operator](left, right)
 
@@ -161,14 +164,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def row_environment(**options: Any) -> BoundedEnvironment:
-    """The environment of what reads the columns of a row, where an absent field is null."""
+    """Return an environment for templates and expressions over rows, in which a missing field is
+    null."""
     env = BoundedEnvironment(undefined=AbsentField, **options)
     env.tests["none"] = is_null
     return env
 
 
 def _bounded(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that counts what it makes before it makes it."""
+    """Wrap a filter so that its result is counted before it is computed."""
     if name in bounds.FREE:
         return f
     at = 1 if hasattr(f, "jinja_pass_arg") else 0
@@ -187,11 +191,11 @@ def _bounded(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NEED_ALL = frozenset("join list sum sort unique groupby batch slice tojson string".split())
-"""Filters that read all items of what they get."""
+"""Filters that read all items of their input."""
 
 
 def _with_length(value: Any) -> Any:
-    """The items of an iterator, each of them counted; any other value as it is."""
+    """Convert an iterator to a list, counting its items. Other values are returned unchanged."""
     if hasattr(value, "__next__"):
         return list(_counted(value))
     return value

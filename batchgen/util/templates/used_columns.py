@@ -1,4 +1,4 @@
-"""Finds the columns of the data set that a prompt uses, without loading the libraries for
+"""Finds the columns of the data set that a prompt uses, without importing the libraries that render
 prompts."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jinja2 import TemplateError, nodes
 from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
 _TEMPLATES = ("system", "user", "text", "answer")
-"""The keys that are one template each."""
+"""The keys of the group `prompt` whose value is one template."""
 COLUMN_KEYS = (
     *("messages_column", "tools_column", "token_ids_column", "answer_ids_column"),
     *("answer_step_map_column", "body_column"),
@@ -20,23 +20,23 @@ COLUMN_KEYS = (
 
 
 def used_columns(prompt: Mapping[str, Any]) -> list[str]:
-    """The columns that the group `prompt` of a config.yaml uses, in order; a nested field counts as
-    its column. A template that does not compile names none."""
+    """Return the columns that the group `prompt` of a config.yaml uses, in order. A nested field
+    counts as its column. A template that does not compile is ignored."""
     named = [name for _, source in prompt_templates(prompt) for name in _variables(source)]
     named += [column.split(".")[0] for key in COLUMN_KEYS if (column := prompt.get(key))]
     return list(dict.fromkeys(named))
 
 
 def prompt_templates(prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The templates of a group `prompt`, in the order of the prompt, each with the role or the key
-    that it is for."""
+    """Return (role or key, template) for each template of a group `prompt`, in the order of the
+    prompt."""
     templates = [(key, prompt.get(key)) for key in _TEMPLATES]
     templates += [item for message in prompt.get("messages") or () for item in message.items()]
     return [(name, source) for name, source in templates if isinstance(source, str)]
 
 
 def _variables(template: Any) -> list[str]:
-    """The columns that a template prints or tests, by their names or as fields of `row`."""
+    """Return the columns that a template reads, by their names or as fields of `row`."""
     if not isinstance(template, str):
         return []
     env = BoundedEnvironment()

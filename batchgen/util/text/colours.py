@@ -1,4 +1,4 @@
-"""Colours for the tables that a terminal shows."""
+"""Colours for the tables that the command prints to a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from batchgen.util.hidden import visible
 from batchgen.util.text.terminal import SafeTerminal
 
 _LINE = re.compile(r"( *\S+(?: \S+)*)(  +)(.*)")
-"""A line of a table: a name, the room behind it, and a value."""
+"""Matches a line of a table: a name, the space after it, and a value."""
 _BOLD, _DIM, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
 def allows_colour(stream: TextIO | SafeTerminal) -> bool:
-    """Whether a stream is a terminal that shows colours, and the user has not set NO_COLOR
+    """Whether a stream is a terminal that supports colours, and the user has not set NO_COLOR
     (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
@@ -24,7 +24,11 @@ def allows_colour(stream: TextIO | SafeTerminal) -> bool:
 
 
 def print_table(text: str) -> None:
-    """Print the lines of `table`, in colour if stdout is a terminal that allows it."""
+    """Print a table, in colour if stdout is a terminal that allows it.
+
+    Args:
+        text: the lines from `table_text`.
+    """
     out = sys.stdout
     if isinstance(out, SafeTerminal) and allows_colour(out):
         out.write_styled(coloured_table(visible(text)) + "\n")
@@ -33,7 +37,7 @@ def print_table(text: str) -> None:
 
 
 def coloured_table(text: str) -> str:
-    """The lines of `table`, whose names are faint, the score bold, and errors red."""
+    """Return a table with faint names, a bold score, and red errors."""
     return "\n".join(map(_coloured, text.split("\n")))
 
 

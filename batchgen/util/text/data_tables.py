@@ -1,4 +1,4 @@
-"""Tables as CSV and as Markdown."""
+"""Formats tables as CSV and as Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def csv_text(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of CSV without the last newline; what a row lacks is empty."""
+    """Return a table as CSV, without the last newline. Cells that a row lacks are empty."""
     file = io.StringIO()
     writer = csv.DictWriter(file, header, lineterminator="\n")
     writer.writeheader()
@@ -18,7 +18,8 @@ def csv_text(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
+    """Return a table in Markdown; the first row is the header. The first column is left-aligned,
+    the others are right-aligned."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
     rule = "|" + "|".join(["---", *["---:"] * (len(cells[0]) - 1)]) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])

@@ -1,7 +1,7 @@
-"""Reads YAML of users and strangers: plain values only, with limits.
+"""Reads YAML from users and strangers: plain values only, within limits.
 
-Every YAML file that is not batchgen's own goes through here, so that none takes long, runs code, or
-is endless. An alias counts as often as it is used, and no value contains itself.
+Every YAML file that is not batchgen's own is read here, so that none can take long, run code, or be
+infinite. The content of an anchor counts again for each alias, and a value cannot contain itself.
 """
 
 from __future__ import annotations
@@ -15,39 +15,46 @@ import yaml
 from batchgen.util.errors import ConfigError
 
 MOST_BYTES = 2**20
-"""The most bytes of one file."""
+"""The most bytes of a file."""
 MOST_VALUES = 50_000
-"""Texts, numbers, lists and mappings of one file, with those that aliases and references repeat.
-A long text counts once for each 80 characters."""
+"""The most texts, numbers, lists and mappings of a file, including those that aliases and
+references repeat. A long text counts once for each 80 characters."""
 DEEPEST = 64
-"""Lists and mappings in each other."""
+"""The most levels of nested lists and mappings."""
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
 _IMPLICIT = {f"{_CORE}{name}" for name in ("int", "float", "bool", "null", "merge")}
+# Numbers in base 60, such as 1:30, which YAML 1.1 has.
 _SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
 _BASE: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 class _Loader(_BASE):  # type: ignore[misc]
-    """Takes days, times and `=` for text; YAML 1.1 makes dates and numbers of base 60 of them."""
+    """Reads dates, times and `=` as text; YAML 1.1 would read dates, numbers in base 60, and a
+    special value."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [(f"{_CORE}str", _SIXTIES), *(each for each in known if each[0] in _IMPLICIT)]
-        for first, known in _BASE.yaml_implicit_resolvers.items()
+        first: [(f"{_CORE}str", _SIXTIES), *(r for r in resolvers if r[0] in _IMPLICIT)]
+        for first, resolvers in _BASE.yaml_implicit_resolvers.items()
     }
 
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """One file of YAML within the bounds: its nodes, None for an empty one, and their values."""
+    """A parsed YAML file within the limits.
+
+    Attributes:
+        root: the root node, with line numbers; None for an empty file.
+        name: the name of the file, for messages.
+    """
 
     root: yaml.Node | None
     name: str
     _loader: Any
 
     def values(self) -> Any:
-        """What the nodes say. Raises ConfigError if one has a value that its type does not have."""
+        """Return the values of the nodes. Raises ConfigError if a value is malformed."""
         if self.root is None:
             return None
         try:
@@ -61,8 +68,15 @@ class YamlDocument:
 
 
 def read_yaml(content: str | bytes, name: str) -> YamlDocument:
-    """Read a file of YAML; `name` is what messages call it. ConfigError if it is not YAML, has
-    other tags than those of texts, numbers, lists and mappings, or is beyond the bounds."""
+    """Parse a YAML file.
+
+    Args:
+        name: the name of the file, for messages.
+
+    Raises:
+        ConfigError: the file is not YAML, exceeds a limit, or has a tag other than those of texts,
+            numbers, lists and mappings.
+    """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         if len(content) > MOST_BYTES:
@@ -83,47 +97,47 @@ def read_yaml(content: str | bytes, name: str) -> YamlDocument:
 
 
 def load_yaml(content: str | bytes, name: str) -> Any:
-    """The values of a file of YAML; see `read_yaml`."""
+    """Return the values of a YAML file; see `read_yaml`."""
     return read_yaml(content, name).values()
 
 
 def yaml_text(values: dict[str, Any], width: int = 80) -> str:
-    """The values as YAML, in their order."""
+    """Return the values as YAML, in their order."""
     options: Any = {"sort_keys": False, "allow_unicode": True, "width": width}
     text: str = yaml.dump(values, Dumper=_DUMPER, **options)
-    # libyaml escapes emoji.
+    # libyaml escapes emoji, so PyYAML's own dumper writes those texts.
     return yaml.safe_dump(values, **options) if "\\U" in text else text
 
 
 def at_line(name: str, mark: Any) -> str:
-    """The file and the line, as the beginning of a message."""
+    """Return the file and the line of a mark, as the beginning of a message."""
     return name if mark is None else f"{name}, line {mark.line + 1}"
 
 
 def text_size(text: str) -> int:
-    """For how many values a text counts."""
+    """Return the number of values that a text counts as."""
     return 1 + len(text) // 80
 
 
 @dataclass
 class _Counted:
-    """How many values stand below a node, itself included, and how deep."""
+    """The number of values in a node, including itself, and the depth of its nesting."""
 
     values: int = 0
     depth: int = 0
 
 
 class _Size:
-    """Measures what a file comes to from its events, before anything is built of it."""
+    """Measures a file from its parse events, before any value is built."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._all = _Counted()
-        self._open: list[tuple[_Counted, str | None]] = []  # with the anchor of each
-        self._anchored: dict[str | None, _Counted | None] = {}  # None while it is open
+        self._open: list[tuple[_Counted, str | None]] = []  # enclosing nodes and their anchors
+        self._anchored: dict[str | None, _Counted | None] = {}  # None inside the anchored node
 
     def add_all(self, text: str) -> None:
-        """Go through the events of a file. Raises ConfigError at the first that passes a bound."""
+        """Measure a file. Raises ConfigError at the first event that exceeds a limit."""
         for event in yaml.parse(text, _Loader):
             if isinstance(event, yaml.CollectionEndEvent):
                 self._close()
@@ -144,7 +158,7 @@ class _Size:
                         self._anchored[event.anchor] = None
 
     def _of_alias(self, anchor: str | None, where: str) -> _Counted:
-        size = self._anchored.get(anchor, _Counted())  # the loader says which are not there
+        size = self._anchored.get(anchor, _Counted())  # the loader reports unknown anchors
         if size is None:
             raise ConfigError(
                 f"{where}: *{anchor} is used inside &{anchor} itself, which would never end"
@@ -161,8 +175,8 @@ class _Size:
 
     def _add(self, size: _Counted, where: str) -> None:
         """Count a node in the file and in each node around it."""
-        for each in (self._all, *(outer for outer, _ in self._open)):
-            each.values += size.values
+        for counted in (self._all, *(outer for outer, _ in self._open)):
+            counted.values += size.values
         if self._open:
             outer = self._open[-1][0]
             outer.depth = max(outer.depth, size.depth + 1)

@@ -1,4 +1,5 @@
-"""Writes rows of a job as JSON, and restores values of the data set from their Arrow form."""
+"""Writes rows of a job as JSON, and restores the data set's values from the form in which Arrow
+stores them."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ AS_GIVEN = b"as in the input"
 
 
 def json_text(value: Any) -> str:
-    """The JSON of a value from a job's rows, in one line.
+    """Return the JSON of a value from a job's rows, in one line.
 
-    NaN and infinity become null, dates and times are as in ISO 8601, bytes in base64, and other
-    values that JSON does not have are texts.
+    NaN and infinity become null, dates and times ISO 8601 texts, bytes base64, and other values
+    that JSON lacks become texts.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
@@ -27,21 +28,23 @@ def json_text(value: Any) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """The JSON of a value; a string (also a date) is without quotes."""
+    """Return the JSON of a value; a string or date is without quotes."""
     text = json_text(value)
     return str(json.loads(text)) if text.startswith('"') else text
 
 
 def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
-    """Functions that restore values of the data set from those that Arrow keeps, by column: JSON
-    that is kept as text is parsed, and the fields that Arrow adds to structs, because other rows
-    have them, are left out. Columns whose values Arrow keeps as they are have none; the metadata of
-    fields say which these are."""
+    """Return, by column, functions that restore the data set's values from those in Arrow.
+
+    Two changes are undone: JSON that is stored as text is parsed, and fields that a struct has only
+    because other rows have them are removed. Columns that need neither are left out. The metadata
+    of the fields say which columns come from the data set.
+    """
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
         metadata = field.metadata or {}
         if described := metadata.get(b"feature"):
-            (feature,) = json.loads(described).values()  # by the name that the column had then
+            (feature,) = json.loads(described).values()  # the key is the column's original name
             reader = value_reader(feature)
         else:
             reader = _without_padding if metadata.get(b"meaning") == AS_GIVEN else None
@@ -52,7 +55,7 @@ def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
 
 
 def row_reader(schema: Iterable[pa.Field]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A function that restores the values of the data set in a row, or in a part of one."""
+    """Return a function that restores the data set's values in a row, or in some columns of one."""
     readers = json_readers(schema)
     if not readers:
         return dict
@@ -60,11 +63,12 @@ def row_reader(schema: Iterable[pa.Field]) -> Callable[[Mapping[str, Any]], dict
 
 
 def value_reader(feature: Any) -> Callable[[Any], Any] | None:
-    """A function that restores a value of the data set from what Arrow keeps; None if both are
-    equal.
+    """Return a function that restores a value of the data set from its form in Arrow; None if both
+    forms are equal.
 
-    `feature` is the type as the library `datasets` writes it: a mapping with `_type`, or a mapping
-    or a list of such.
+    Args:
+        feature: the type in the notation of the library `datasets`: a mapping with `_type`, or a
+            mapping or list of such types.
     """
     if isinstance(feature, list):
         return _list_reader(feature[0])
@@ -89,7 +93,8 @@ def _list_reader(feature: Any) -> Callable[[Any], Any] | None:
 def _struct(
     value: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any] | None]
 ) -> dict[str, Any]:
-    """A struct without the fields that are null: Arrow has those of all rows in each of them."""
+    """Restore a struct: remove its null fields, because Arrow gives each struct the fields of all
+    rows."""
     return {
         name: item if (read := readers[name]) is None else read(item)
         for name, item in value.items()
@@ -100,7 +105,7 @@ def _struct(
 def _parsed(value: Any) -> Any:
     if isinstance(value, str):
         return json.loads(value)
-    # A column of numbers, of which the whole ones were integers.
+    # In a column with floats, Arrow stores the integers as floats too.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""Writes rows as text: JSON lines, CSV, or plain text."""
+"""Writes rows as text: JSON lines, CSV, or plain text. Exports choose a writer from WRITERS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, TextIO
 from batchgen.util.text.row_json import json_text, plain_text
 
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")
-"""How a text begins that spreadsheets take for a formula; some read wide signs alike."""
+"""Matches the beginning of a text that spreadsheets take for a formula. Some accept full-width
+signs too."""
 
 
 WriteRow = Callable[[Mapping[str, Any]], None]
@@ -21,7 +22,7 @@ def _jsonl(file: TextIO, columns: Sequence[str]) -> WriteRow:
 
 
 class _UnixLines:
-    """Writes each line that it gets to a file, with `\\n` for the `\\r\\n` at its end."""
+    """A file that replaces `\\r\\n` at the end of each line by `\\n`."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -33,8 +34,9 @@ class _UnixLines:
 def _csv(
     file: TextIO, columns: Sequence[str], quoted: Callable[[str], str] = lambda text: text
 ) -> WriteRow:
-    """A cell is a number as Python writes it, or the `quoted` text of the value."""
-    # It quotes a carriage return, at which readers end a line, only if lines end with one.
+    """Return a writer of CSV. A cell is a number as Python writes it, or the `quoted` text of the
+    value."""
+    # Readers end a line at a carriage return, and csv quotes one only if it is in lineterminator.
     writer = csv.writer(_UnixLines(file), lineterminator="\r\n")
     writer.writerow(map(quoted, columns))
 
@@ -46,7 +48,8 @@ def _csv(
 
 
 def spreadsheet(file: TextIO, columns: Sequence[str]) -> WriteRow:
-    """As `_csv`, without texts that a spreadsheet would take for formulas."""
+    """Return a writer of CSV that puts an apostrophe before texts that spreadsheets take for
+    formulas."""
     return _csv(file, columns, lambda text: "'" + text if _FORMULA.match(text) else text)
 
 
@@ -64,4 +67,4 @@ WRITERS: dict[str, Callable[[TextIO, Sequence[str]], WriteRow]] = {
     "csv": _csv,
     "txt": _txt,
 }
-"""For each format, what makes a function that writes a row to a text file."""
+"""Format → a function from a text file and the columns to a function that writes a row."""

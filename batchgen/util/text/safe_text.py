@@ -1,7 +1,8 @@
-"""Puts texts of models and data sets into HTML safely: escaped, with hidden characters shown.
+"""Converts texts of models and data sets to safe HTML: escaped, with hidden characters shown as
+codes.
 
-Any text in a page may be made to deceive. So templates escape every value, and show hidden
-characters as codes: controls, marks of writing direction, and characters without width.
+Any text in a page may try to deceive the reader. Templates therefore escape every value. Control
+characters, direction marks and characters without width are shown as their codes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
 _SIGN = re.compile(r"[/,=]+(?=.)|\.(?=[A-Za-z])")
+"""Matches the signs after which a path or name may be broken."""
 SPAN = Markup('<mark title="{}">{}</mark>')
 
 
 def marked(text: str) -> Markup:
-    """The text as HTML, in which codes of hidden characters stand out."""
+    """Return the text as HTML, with highlighted codes for hidden characters."""
     return Markup(HIDDEN.sub(_mark, str(escape(text))))
 
 
@@ -35,27 +37,27 @@ def _mark(match: re.Match[str]) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """A path or the name of a sweep's job as HTML that may be broken behind its signs, and not
-    inside of words."""
+    """Return a path or the name of a sweep's job as HTML. A line may be broken after its signs, but
+    not inside words."""
     return Markup(_SIGN.sub(r"\g<0><wbr>", str(escape(visible(text)))))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a text that stands out."""
+    """A part of a text that is highlighted."""
 
     start: int
-    end: int  # behind its last character
-    name: str
+    end: int  # exclusive
+    name: str  # shown as a tooltip
 
 
 def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Markup:
-    """A text as HTML in which spans stand out.
+    """Return a text as HTML in which spans are highlighted.
 
     Args:
-        limit: about how many characters are shown: the beginning, the end, and what surrounds the
-            spans. The text says how much is left out. None shows all.
-        spans: inside the text; they may overlap.
+        limit: roughly how many characters are shown: the beginning, the end, and the surroundings
+            of the first span. The HTML says how much is left out. None shows everything.
+        spans: the spans, which may overlap.
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
     parts, end_of_text = [], 0
@@ -72,13 +74,13 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
 
 
 def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The ranges of a text that are shown, in order and without overlaps."""
+    """Return the ranges of a text that are shown, in order and without overlaps."""
     if limit is None or length <= limit:
         return [(0, length)]
     edge, around = limit * 2 // 5, limit // 10
     wanted = [(0, edge), (length - edge, length)]
     for span in spans[:1]:
-        end = min(span.end, span.start + around)  # a span can be all of the text
+        end = min(span.end, span.start + around)  # a span can be as long as the text
         wanted.append((max(span.start - around, 0), min(end + around, length)))
     ranges: list[tuple[int, int]] = []
     for start, end in sorted(wanted):
@@ -90,13 +92,14 @@ def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[in
 
 
 def join_html(parts: Iterable[str]) -> Markup:
-    """Pieces of HTML one after the other; what is not HTML is escaped."""
+    """Concatenate pieces of HTML. Pieces that are not Markup are escaped."""
     return Markup("").join(parts)
 
 
 @cache
 def templates(package: str) -> Environment:
-    """The templates of a package. They escape every value, and an unknown name is an error."""
+    """Return the templates of a package. They escape every value, and an unknown name is an
+    error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -117,5 +120,6 @@ def templates(package: str) -> Environment:
 
 
 def _plain(value: Any) -> Any:
-    """What a template prints for a value: HTML stays, hidden characters of text become codes."""
+    """Return the form in which a template prints a value: HTML unchanged, hidden characters of
+    texts as codes."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,5 @@
-"""Makes what the command prints safe for a terminal, which obeys some characters of a text."""
+"""Makes all output of the command safe for a terminal, which interprets some characters as
+commands."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from batchgen.util.hidden import visible
 
 
 class SafeTerminal:
-    """A stream to a terminal, on which a stranger's text can only be read.
+    """A stream to a terminal that makes strangers' texts harmless.
 
-    Characters that move the cursor, set the title, write to the clipboard or turn the writing
+    Characters that move the cursor, set the title, write to the clipboard or change the writing
     direction are printed as their codes.
 
     Args:
-        bars: whether a text may begin with a carriage return, as a progress bar does.
+        stream: the terminal.
+        bars: whether a text may begin with a carriage return, as progress bars do.
     """
 
     def __init__(self, stream: TextIO, *, bars: bool) -> None:
@@ -28,8 +30,8 @@ class SafeTerminal:
         return len(text)
 
     def write_styled(self, text: str) -> None:
-        """Write a text whose escapes are this program's own, and whose strangers' parts are made
-        visible."""
+        """Write a text unchanged. Its escape sequences must be this program's own, and strangers'
+        texts in it must have been made visible."""
         self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -41,7 +43,7 @@ class SafeTerminal:
 
 
 def guard_terminal() -> None:
-    """Let all that this process prints to a terminal from now on go through `SafeTerminal`."""
+    """Wrap stdout and stderr in `SafeTerminal` if they are terminals."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeTerminal) and stream.isatty():

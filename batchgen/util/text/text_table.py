@@ -1,4 +1,4 @@
-"""Formats tables and scores as lines for people."""
+"""Formats tables, numbers and scores as lines of text, for reports, messages and the viewer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from batchgen.util.shorten import both_ends
 
 Line = tuple[str, str]
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
-"""The words for truncated texts, by the value of `score.cut_texts`."""
+"""Value of `score.cut_texts` → what it means for truncated texts, in words."""
 _NAME = 32
-"""Characters of a subset's name, so that its line fits into 80 columns."""
+"""The most characters of a subset's name, so that its line fits into 80 columns."""
 _UNKNOWN = "unknown (all samples of a question agree)"
 
 
 def table_text(*parts: Sequence[Line]) -> str:
-    """The lines with their values in one column, and an empty line between the parts."""
+    """Format parts of a table of names and values. All values begin in the same column, and an
+    empty line separates the parts."""
     width = max(len(name) for part in parts for name, _ in part)
     lines = [
         "\n".join(f"{name:<{width}}  {value}" for name, value in part) for part in parts if part
@@ -27,8 +28,8 @@ def table_text(*parts: Sequence[Line]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
-    """A line for each row of texts, in columns: the first and the last to the left, and so those
-    between them, unless they are `numbers`."""
+    """Format rows of texts as aligned columns, one line per row. The first and the last column are
+    left-aligned; those between are right-aligned if they are `numbers`."""
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     side = ">" if numbers else "<"
     lines = []
@@ -39,23 +40,24 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, as in `1 error` and `2 errors`."""
+    """Return a number of things in words, such as `1 error` and `2 errors`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def answers_text(questions: int | None, answers: int) -> str:
-    """`20 questions, 160 answers`; the answers alone where nobody knows the questions."""
+    """Return `20 questions, 160 answers`, or only the answers if the number of questions is
+    unknown."""
     parts = [] if questions is None else [counted(questions, "question")]
     return ", ".join([*parts, counted(answers, "answer")])
 
 
 def row_name(row_id: str, sample_index: int) -> str:
-    """`row ID`, and which of its samples if it is not the first."""
+    """Return `row ID`, followed by the number of the sample unless it is the first."""
     return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
 
 
 def size_text(number: float) -> str:
-    """Bytes in words, such as `1.5 MB`."""
+    """Return a number of bytes in words, such as `1.5 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
         if number < 1000:
             return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
@@ -68,30 +70,30 @@ def percent_text(share: float | None) -> str:
 
 
 def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
-    """The function that formats a value of these scores: marks in percent, other numbers
+    """Return the function that formats values of these scores: marks in percent, other numbers
     unchanged."""
     return number_text if "column" in scores else percent_text
 
 
 def number_text(value: float | None) -> str:
-    """A number with four digits."""
+    """Format a number with four significant digits."""
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
 def value_range(
     interval: Mapping[str, Any] | None, format_value: Callable[[float | None], str]
 ) -> str:
-    """The bounds of an interval, `40.0% to 60.0%`; empty where they are not known."""
+    """Format an interval, such as `40.0% to 60.0%`; empty if it is unknown."""
     if interval is None or interval["low"] is None:
         return ""
     return f"{format_value(interval['low'])} to {format_value(interval['high'])}"
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
-    """Lines of a name and a value for the scores of `batchgen.evals.scores.scores.compute_scores`.
+    """Return lines (name, value) for the scores of `batchgen.evals.scores.scores.compute_scores`.
 
-    The two intervals are of 95%: for new questions of the same kind, and for the same questions
-    asked again. The second is unknown where all samples of each question have one mark.
+    The average has two 95% intervals: for new questions of the same kind, and for the same
+    questions asked again. The second is unknown if all samples of each question have the same mark.
     """
     as_text = score_value(scores)
     lines = [(scores.get("column", "score"), _average(scores["avg"], as_text))]
@@ -108,7 +110,7 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
 
 
 def adapter_lines(adapters: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """A line for the scores of each adapter, by its name."""
+    """Return a line with the score of each adapter."""
     return [
         (f"{scores.get('column', 'score')} {name}", _average(scores["avg"], score_value(scores)))
         for name, scores in adapters.items()
@@ -116,8 +118,8 @@ def adapter_lines(adapters: Mapping[str, Mapping[str, Any]]) -> list[Line]:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Each name in one line of at most _NAME characters; names that this makes equal end in their
-    place."""
+    """Shorten each name to one line of at most _NAME characters. Names that become equal get their
+    number at the end."""
     lines = [" ".join(visible(name).split()) for name in names]
     texts = [both_ends(line, _NAME) for line in lines]
     often = Counter(texts)
@@ -137,7 +139,7 @@ def _average(average: Mapping[str, Any], format_value: Callable[[float | None], 
 
 
 def _metrics(scores: Mapping[str, Any]) -> list[Line]:
-    """pass@k, pass^k and maj@k for each k over 1, where they say more than the average."""
+    """Return lines for pass@k, pass^k and maj@k with k > 1."""
     lines = []
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
@@ -152,11 +154,12 @@ def _too_few(k: str) -> str:
 
 
 def _rates(scores: Mapping[str, Any]) -> list[Line]:
-    """The shares of samples without a mark, and with one to be careful with."""
+    """Return lines for the shares of samples without a mark, and of samples whose mark may
+    mislead."""
     rates, of = scores["rates"], f"of {counted(scores['samples'], 'answer')}"
     shares = f"{percent_text(rates['no_answer'])} no answer found"
     shares += f", {percent_text(rates['truncated'])} truncated"
-    # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
+    # Scores of earlier versions lack `cut_texts` or `truncated_with_answer`.
     if rates["truncated"] and (meaning := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
         shares += f" ({meaning})"
     elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:

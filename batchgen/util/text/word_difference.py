@@ -1,4 +1,5 @@
-"""Shows how two texts differ, word by word, as HTML that is readable without colours."""
+"""Shows how two texts A and B differ, word by word, as HTML that is readable without colours. The
+viewer and reports use `word_difference`."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from markupsafe import Markup
 from batchgen.util.text.safe_text import GAP, marked
 
 MOST_WORDS = 1_500
-"""Words of each text that are compared, from the first difference on: difflib is quadratic."""
+"""The words of each text that are compared, from the first difference on. The limit is needed
+because difflib takes quadratic time."""
 MOST_CHARACTERS = 200_000
-"""Characters of each text that are looked at."""
+"""The characters of each text that are read."""
 _WORD = re.compile(r"\s*(?:\w+|[^\w\s])")
 _AROUND = 40
-"""The words that are shown before and after a difference; further common words are left out."""
+"""The shared words that are shown before and after a difference. Other shared words are left
+out."""
 _LEAST_SHARED = 2
-"""Fewer shared words between two differences are a part of them."""
+"""Fewer consecutive shared words between two differences are shown as part of the difference."""
 _ONLY_A = Markup('<del title="only in A">{}</del>')
 _ONLY_B = Markup('<ins title="only in B">{}</ins>')
 
@@ -28,15 +31,15 @@ _ONLY_B = Markup('<ins title="only in B">{}</ins>')
 class WordDifference:
     """How B differs from A."""
 
-    html: Markup  # what only A has is in `del`, what only B has is in `ins`
-    only_a: int  # words
-    only_b: int
-    left_out: tuple[int, int] = (0, 0)  # words of A and of B that were not compared
+    html: Markup  # words only in A are in `del`, words only in B are in `ins`
+    only_a: int  # the number of words only in A
+    only_b: int  # the number of words only in B
+    left_out: tuple[int, int] = (0, 0)  # the numbers of words of A and of B that were not compared
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring words of A and of B; they are the same if `same`."""
+    """Consecutive words of A and of B, which are equal if `same` is true."""
 
     same: bool
     a: Sequence[str]
@@ -44,7 +47,7 @@ class _Run:
 
 
 def word_difference(a: str, b: str) -> WordDifference:
-    """Compare two texts up to MOST_WORDS and MOST_CHARACTERS. White space does not count."""
+    """Compare two texts up to MOST_WORDS and MOST_CHARACTERS, ignoring white space."""
     left, right = (_WORD.findall(text[:MOST_CHARACTERS].rstrip()) for text in (a, b))
     runs = _joined(list(_runs(left, right)))
     only_a, only_b = _words(run for run in runs if not run.same)
@@ -55,13 +58,13 @@ def word_difference(a: str, b: str) -> WordDifference:
 
 
 def _words(runs: Iterable[_Run]) -> tuple[int, int]:
-    """How many words of A and of B there are."""
+    """Count the words of A and of B in some runs."""
     sizes = [(len(run.a), len(run.b)) for run in runs]
     return sum(a for a, _ in sizes), sum(b for _, b in sizes)
 
 
 def _runs(left: list[str], right: list[str]) -> Iterator[_Run]:
-    """The runs of two lists of words in order, up to the bound."""
+    """Yield the runs of two lists of words in order, up to MOST_WORDS."""
     keys_a, keys_b = ([word.strip() for word in words] for words in (left, right))
     start = _shared(keys_a, keys_b)
     end = _shared(keys_a[start:][::-1], keys_b[start:][::-1])
@@ -79,14 +82,14 @@ def _runs(left: list[str], right: list[str]) -> Iterator[_Run]:
 
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many words both begin with."""
+    """Return the number of words with which both lists begin."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    """The runs; few shared words between two differences are a part of these, because single words
-    that sentences share by chance make them hard to read."""
+    """Merge runs: a shared run that is too short becomes part of the differences around it. Single
+    words that are shared by chance would make a difference hard to read."""
     joined: list[_Run] = []
     for index, run in enumerate(runs):
         inside = 0 < index < len(runs) - 1 and not runs[index - 1].same and not runs[index + 1].same
@@ -106,7 +109,7 @@ def _html(runs: Sequence[_Run]) -> Markup:
     for index, run in enumerate(runs):
         if not run.same:
             a, b = "".join(run.a), "".join(run.b)
-            # White space that only one has is not told apart, so it stands there once.
+            # Leading white space is not compared, so it is shown once, outside of the marks.
             first = b or a
             parts.append(marked(first[: len(first) - len(first.lstrip())]))
             parts += [_ONLY_A.format(marked(a.lstrip()))] * bool(a)

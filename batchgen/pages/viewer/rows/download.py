@@ -1,4 +1,5 @@
-"""Streams the rows that a filter lists as a file, for the viewer's downloads."""
+"""Streams the rows that match a filter as a JSONL, CSV or Parquet file, for downloads from
+`batchgen view`."""
 
 from __future__ import annotations
 
@@ -25,19 +26,23 @@ KINDS = {
 }
 """The formats of downloads and their Content-Types."""
 _ROW_GROUP = 16 * 2**20
-"""Bytes of rows that are held for a row group of a Parquet file."""
+"""The bytes of rows that are buffered before a row group of a Parquet file is written."""
 
 
 class JobDownload:
-    """Rows of a job in the order of the data set.
+    """A download of a job's rows, in the order of the data set.
 
     Args:
-        wanted: which samples are in the file.
-        columns: of the rows and of their grades; the latter lose their prefix, unless the rows
-            have a column of that name.
+        rows: the rows of the job.
+        wanted: the filter that chooses the samples.
+        columns: columns of the rows and of the grades. In the file, a grade column loses its prefix
+            unless the rows have a column of that name.
+
+    Attributes:
+        columns: name in the job → name in the file.
 
     Raises:
-        ConfigError: no row is finished, or the filter needs what the job lacks.
+        ConfigError: no row is finished, or the job lacks a column that the filter needs.
     """
 
     def __init__(self, rows: JobRows, wanted: SampleFilter, columns: Sequence[str]) -> None:
@@ -48,13 +53,12 @@ class JobDownload:
         self._filtered = wanted.columns(schema, rows.text_column)
         names = {name for name in schema.names if not name.startswith(PREFIX)}
         plain = {name: name.removeprefix(PREFIX) for name in columns}
-        # The names of the columns in the file, by their names in the job.
         self.columns = {n: n if n != p and p in names else p for n, p in plain.items()}
         fields = [schema.field(n).with_name(public_name) for n, public_name in self.columns.items()]
         self._schema = pa.schema(fields)
 
     def chunks(self, form: str) -> Iterator[bytes]:
-        """The content of the file in one of KINDS, piece by piece."""
+        """Yield the bytes of the file in one of the formats KINDS, piece by piece."""
         return self._parquet() if form == "parquet" else self._text(form)
 
     def _text(self, form: str) -> Iterator[bytes]:
@@ -65,7 +69,7 @@ class JobDownload:
             for row in table.to_pylist():
                 write(read(row))
             yield _taken(file).encode("utf-8", "replace")
-        yield _taken(file).encode("utf-8", "replace")  # the header, where no row matches
+        yield _taken(file).encode("utf-8", "replace")  # only the header if no row matches
 
     def _parquet(self) -> Iterator[bytes]:
         sink = io.BytesIO()
@@ -82,7 +86,8 @@ class JobDownload:
         yield _taken(sink)
 
     def _tables(self) -> Iterator[pa.Table]:
-        """The samples that the filter lists. Its columns tell which shards have some."""
+        """Yield the matching samples with the columns of the file. Each shard is read twice: first
+        the filter's columns, then, if a sample matches, the file's columns."""
         for shard in self._rows.shards:
             wanted = self._matching(shard)
             if not len(wanted):
@@ -94,7 +99,7 @@ class JobDownload:
                     yield named.rename_columns(self._schema.names).cast(self._schema)
 
     def _matching(self, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The `row_keys` of the listed samples of a shard, ascending."""
+        """Return the `row_keys` of the matching samples of a shard, ascending."""
         keys = [np.empty(0, np.int64)]
         for table in self._rows.whole_rows(shard, self._filtered):
             keys.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
@@ -102,7 +107,8 @@ class JobDownload:
 
 
 class _Sink(io.RawIOBase):
-    """A write-only file whose content is taken out as it is written."""
+    """A write-only file for the Parquet writer. Its buffer is emptied between writes, so the
+    position is counted here."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer, self._written = buffer, 0
@@ -119,7 +125,7 @@ class _Sink(io.RawIOBase):
 
 
 def _taken(file: Any) -> Any:
-    """Take the content of a buffer, which is empty then."""
+    """Return the content of a buffer, and empty the buffer."""
     content = file.getvalue()
     file.seek(0)
     file.truncate()

@@ -1,4 +1,8 @@
-"""The filters of the viewer's list of rows: from the keys of a URL to conditions on samples."""
+"""The filters of the row list of `batchgen view`. `SampleFilter` turns the keys of a URL into
+conditions on samples.
+
+R is the number of samples in a table.
+"""
 
 from __future__ import annotations
 
@@ -28,35 +32,35 @@ MARKS = {
     "grade_error": "could not be graded",
     "ungraded": "not graded",
 }
-"""How a sample can be marked, and what that means."""
+"""The values of the filter `mark`, with their labels."""
 REASONS = ("stop", "length", "tool_call", "no_answer", "constraint_conflict", "error")
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
-"""The most characters of a text that is searched for."""
+"""The most characters that a text to search for may have."""
 
 
 @dataclass(frozen=True)
 class SampleFilter:
     """The conditions under which a sample is listed; empty values allow anything."""
 
-    text: str = ""  # that `column` contains, in upper or lower case
-    column: str = ""  # of texts; empty for the generated text
+    text: str = ""  # a text that `column` must contain, ignoring case
+    column: str = ""  # a text column; empty for the generated text
     mark: str = ""  # one of MARKS
     reason: str = ""  # one of REASONS
     error: str = ""  # the type of the row's error
-    least: str = ""  # the fewest generated tokens
-    most: str = ""  # the most generated tokens
+    least: str = ""  # the minimum of generated tokens
+    most: str = ""  # the maximum of generated tokens
     disagree: str = ""
-    """`yes` for rows whose samples differ in their answer; in their mark, where the job has no
-    answers; in their text, where it has no marks either."""
+    """`yes` for rows whose samples disagree: in their answers, or in their marks if the job has no
+    answers, or in their texts if it has no marks either."""
     subset: str = ""  # the value of `subset_column`, as text
     subset_column: str = ""  # from the job's configuration; not a key of a URL
 
     def __post_init__(self) -> None:
-        for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
+        for name, allowed in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
             value = asdict(self)[name]
-            if value and value not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            if value and value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name, value in (("least", self.least), ("most", self.most)):
             if value and not (value.isascii() and value.isdecimal() and len(value) < 10):
                 raise ConfigError(f"{name} must be a number of tokens, got {value[:80]!r}")
@@ -65,7 +69,7 @@ class SampleFilter:
 
     @classmethod
     def of(cls, query: Mapping[str, str], subset_column: str = "") -> SampleFilter:
-        """The filter that the query of a URL describes.
+        """Read the filter from the query of a URL.
 
         Raises:
             ConfigError: a key has a value that is not allowed.
@@ -76,18 +80,24 @@ class SampleFilter:
 
     @property
     def query(self) -> dict[str, str]:
-        """The keys of a URL that describe it."""
+        """The keys of a URL that describe the filter."""
         values = asdict(self).items()
         return {key: value for key, value in values if value and key != "subset_column"}
 
     def __bool__(self) -> bool:
+        """Whether any condition is set; `column` alone is none."""
         return any(value for key, value in self.query.items() if key != "column")
 
     def columns(self, schema: pa.Schema, text_column: str) -> list[str]:
-        """The columns that `matches` reads, given the schema of the rows with their grades.
+        """Return the columns that `matches` reads.
+
+        Args:
+            schema: the schema of the rows with their grades.
+            text_column: the column of the generated texts.
 
         Raises:
-            ConfigError: `column` is no column of texts, or there are no grades to filter by.
+            ConfigError: `column` is not a text column, or the job lacks the grades or subsets to
+                filter by.
         """
         column = self.column or text_column
         if self.text and column not in text_columns(schema):
@@ -101,8 +111,11 @@ class SampleFilter:
         return [name for name in columns if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
-        """[R] Which samples of a table are listed. The table has the columns of `columns`, and all
-        samples of each of its rows."""
+        """Return which samples of a table match the filter [R].
+
+        Args:
+            table: has the columns of `columns`, and all samples of each of its rows.
+        """
         matches = np.ones(table.num_rows, np.bool_)
         for _, holds in self._conditions(table.column_names, text_column):
             if matches.any():
@@ -110,10 +123,10 @@ class SampleFilter:
         return matches
 
     def _conditions(self, names: Collection[str], text_column: str) -> Iterator[Condition]:
-        """All conditions, the slowest ones last.
+        """Yield the conditions that are set, the slowest to check last.
 
         Args:
-            names: of the columns that there are.
+            names: the columns of the table.
         """
         if self.reason:
             yield ("finish_reason",), lambda t: _bools(pc.equal(t["finish_reason"], self.reason))
@@ -144,34 +157,35 @@ _TOKENS = "num_generated_tokens"
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
-    """The columns that hold texts."""
+    """Return the names of the text columns."""
     return [field.name for field in schema if field.type in TEXT_TYPES]
 
 
 def marks(table: pa.Table) -> npt.NDArray[np.str_]:
-    """[R] Which of MARKS each sample has, by its finish reason and the grades that there are; empty
-    for rows with an error of their own."""
-    count, names = table.num_rows, table.column_names
-    texts = np.full(count, "ungraded", dtype="<U11")
+    """Return the key of MARKS that applies to each sample [R], by its finish reason and grades. The
+    key is empty for error rows."""
+    num_samples, names = table.num_rows, table.column_names
+    keys = np.full(num_samples, "ungraded", dtype="<U11")
     if MARK in names:
         mark = pc.fill_null(table[MARK], np.nan).to_numpy()
-        texts[mark == 1] = "right"
-        texts[(mark > 0) & (mark < 1)] = "partly"
-        texts[mark == 0] = "wrong"
+        keys[mark == 1] = "right"
+        keys[(mark > 0) & (mark < 1)] = "partly"
+        keys[mark == 0] = "wrong"
         if ANSWER_KEY in names:
-            texts[np.asarray(pc.is_null(table[ANSWER_KEY])) & (mark == 0)] = "no_answer"
+            keys[np.asarray(pc.is_null(table[ANSWER_KEY])) & (mark == 0)] = "no_answer"
     if GRADE_ERROR in names:
-        texts[np.asarray(pc.is_valid(table[GRADE_ERROR]))] = "grade_error"
-    texts[_bools(pc.equal(table["finish_reason"], "error"))] = ""
-    return texts
+        keys[np.asarray(pc.is_valid(table[GRADE_ERROR]))] = "grade_error"
+    keys[_bools(pc.equal(table["finish_reason"], "error"))] = ""
+    return keys
 
 
 def _compared(table: pa.Table, compare: Callable[..., pa.ChunkedArray], bound: int) -> Bools:
+    """Return which samples have a number of tokens within a bound [R]."""
     return _bools(compare(table[_TOKENS], bound))
 
 
 def _disagreeing(table: pa.Table, name: str) -> Bools:
-    """[R] Whether the row of a sample has samples that differ in a column."""
+    """Return, for each sample, whether the samples of its row differ in a column [R]."""
     texts = pc.fill_null(_one(table[name]).cast(pa.string()), "")
     values, begin = np.asarray(_one(texts).dictionary_encode().indices), starts(table)
     differs = np.maximum.reduceat(values, begin) != np.minimum.reduceat(values, begin)
@@ -179,11 +193,13 @@ def _disagreeing(table: pa.Table, name: str) -> Bools:
 
 
 def _error_type(table: pa.Table) -> pa.Array:
+    """Return the type of each sample's error; null without an error."""
     return pc.struct_field(_one(table["error"]), "type")
 
 
 def _texts(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a column as texts, written as the names of subsets in the job's scores are."""
+    """Return the values of a column as texts, in the form in which the job's scores name
+    subsets."""
     if values.type in TEXT_TYPES:
         return values
     names = [None if value is None else str(value) for value in values.to_pylist()]
@@ -191,9 +207,10 @@ def _texts(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Return a column as one array."""
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 def _bools(column: pa.ChunkedArray) -> Bools:
-    """The values of a column of Booleans, in which null counts as false."""
+    """Convert a Boolean column to NumPy; null becomes false."""
     return np.asarray(pc.fill_null(column, False), np.bool_)

@@ -1,5 +1,8 @@
-"""Sorted lists of rows in the viewer: the longest answers, the least likely, the most disputed
-first."""
+"""Sorted row lists of `batchgen view`, such as the longest answers or the least likely ones first.
+
+A `Ranking` keeps the first MOST rows of one order. `Rankings` caches those of a job. R is the
+number of samples in a table.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,21 @@ from batchgen.util.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 
 MOST = 1_000
-"""Rows that a ranking keeps, so that its memory does not grow with the job."""
-_KEPT = 8  # rankings that stay in memory, for the next page and for the row after this one
+"""The most rows that a ranking keeps, so that its memory does not grow with the job."""
+_KEPT = 8  # the most rankings in memory; the next page or row of a list reads the same ranking
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of a list."""
+    """An order in which rows can be sorted."""
 
     name: str
-    value: str  # what rows are ordered by
-    column: str  # that it needs
-    sign: int  # 1 if the least value comes first, -1 if the greatest does
+    value: str  # the name of the value by which rows are sorted
+    column: str  # the column from which the value is computed
+    sign: int  # 1 for ascending, -1 for descending
     of_row: bool = False
-    """Whether all samples of a row count. Else the first one that the filter lists counts."""
+    """Whether the value is computed from all samples of a row. Otherwise each sample has a value,
+    and a row sorts by the best-placed sample that matches the filter."""
 
 
 ORDERS = {
@@ -49,11 +53,15 @@ ORDERS = {
     "worst": Order("lowest mark first", "mean mark", MARK, 1, of_row=True),
     "best": Order("highest mark first", "mean mark", MARK, -1, of_row=True),
 }
-"""The orders of lists, by their names in the keys of a URL."""
+"""The orders, by their names in URLs."""
 
 
 def orders(schema: pa.Schema | None) -> dict[str, Order]:
-    """The orders whose column a job has, by the schema of its rows with their grades."""
+    """Return the orders that a job has the columns for.
+
+    Args:
+        schema: the schema of the rows with their grades; None if no row is finished.
+    """
     names = [] if schema is None else schema.names
     return {key: order for key, order in ORDERS.items() if order.column in names}
 
@@ -62,25 +70,29 @@ def orders(schema: pa.Schema | None) -> dict[str, Order]:
 class RankedRow:
     """A row of a ranking."""
 
-    row: int  # its index
-    value: float  # what it is ordered by
-    samples: list[int]  # that the filter lists, the one with this value first
+    row: int  # the index of the row
+    value: float  # the value by which the row is sorted
+    samples: list[int]  # the numbers of the matching samples, the one with `value` first
 
 
 class Ranking:
-    """The first MOST rows of a job in some order, found by a scan that goes on where it was.
+    """The first MOST rows of a job in one order. The rows are scanned in steps; each call of
+    `go_on` continues the scan.
 
     Args:
-        order: one of ORDERS.
+        rows: the rows of the job.
+        wanted: the filter of the list.
+        order: a key of ORDERS.
 
     Raises:
-        ConfigError: the job lacks a column that the order or the filter needs.
+        ConfigError: the order is unknown, or the job lacks a column that the order or the filter
+            needs.
 
     Attributes:
-        entries: the rows, in order; equal values in the order of the data set.
-        searched: how many samples were looked at.
-        matching: how many rows the filter lists among them.
-        next_row: the index of the row to go on with; None once all rows were looked at.
+        entries: the first rows in order; rows with equal values are in the order of the data set.
+        searched: the number of samples scanned so far.
+        matching: the number of scanned rows with a sample that matches the filter.
+        next_row: the index of the row at which the scan continues; None after the last.
     """
 
     def __init__(self, rows: JobRows, wanted: SampleFilter, order: str) -> None:
@@ -100,7 +112,7 @@ class Ranking:
     def go_on(
         self, *, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS
     ) -> None:
-        """Look at further rows, to the end of the shard in which the time is over."""
+        """Continue the scan for about this many seconds, up to the end of a shard."""
         until = clock() + seconds
         with self._lock:
             while self.next_row is not None:
@@ -114,7 +126,7 @@ class Ranking:
                     return
 
     def _add(self, table: pa.Table) -> None:
-        """Keep what is among the first rows in a table of whole rows."""
+        """Merge a table of whole rows into the entries."""
         self.searched += table.num_rows
         matches = self._wanted.matches(table, self._rows.text_column)
         if not matches.any():
@@ -124,10 +136,10 @@ class Ranking:
         values = self._values(table, begin)
         values[~matches] = np.nan
         sign = self._order.sign
-        first = np.fmin.reduceat(sign * values, begin)  # NaN only where all are
+        first = np.fmin.reduceat(sign * values, begin)  # [rows]; NaN if all of a row's values are
         self.matching += int(np.logical_or.reduceat(matches, begin).sum())
         full = len(self.entries) >= MOST
-        # A later row with an equal value comes behind, so it is not among the first.
+        # A later row with a value equal to the last entry's sorts after that entry.
         bound = sign * self.entries[-1].value if full else np.inf
         among = np.flatnonzero(first < bound)
         among = among[np.argsort(first[among], kind="stable")][:MOST]
@@ -141,7 +153,11 @@ class Ranking:
         self.entries = sorted(self.entries, key=lambda p: (sign * p.value, p.row))[:MOST]
 
     def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
-        """[R] The value by which each sample is ordered; NaN where it has none."""
+        """Return the value by which each sample is sorted [R]; NaN without a value.
+
+        Args:
+            begin: the index of the first sample of each row.
+        """
         column = table[self._order.column].combine_chunks()
         if self._order.column == "logprobs":
             return _means(column)
@@ -150,15 +166,15 @@ class Ranking:
         values = np.array(pc.fill_null(column.cast(pa.float64()), np.nan), np.float64)
         if not self._order.of_row:
             return values
-        known = np.isfinite(values)
-        counts = np.add.reduceat(known.astype(np.float64), begin)
+        finite = np.isfinite(values)
+        counts = np.add.reduceat(finite.astype(np.float64), begin)
         with np.errstate(invalid="ignore"):
-            means = np.add.reduceat(np.where(known, values, 0.0), begin) / counts
+            means = np.add.reduceat(np.where(finite, values, 0.0), begin) / counts
         return np.repeat(means, np.diff(np.append(begin, len(values))))
 
 
 def _means(column: pa.Array) -> Floats:
-    """[R] The mean of each list; NaN of an empty one and of null."""
+    """Return the mean of each list [R]; NaN for an empty list and for null."""
     sums = np.zeros(len(column))
     parents = np.asarray(pc.list_parent_indices(column))
     values = np.array(pc.fill_null(pc.list_flatten(column).cast(pa.float64()), np.nan))
@@ -171,7 +187,8 @@ def _means(column: pa.Array) -> Floats:
 
 
 def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
-    """[R] The share of the most frequent answer among the samples of each sample's row."""
+    """Return, for each sample, the share of its row's samples that give the row's most frequent
+    answer [R]."""
     codes = np.array(pc.fill_null(column.dictionary_encode().indices, -1), np.int64)
     sizes = np.diff(np.append(begin, len(codes)))
     row = np.repeat(np.arange(len(begin)), sizes)
@@ -183,14 +200,14 @@ def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
 
 
 class Rankings:
-    """The rankings of a job that were asked for last."""
+    """The rankings of a job that were requested most recently."""
 
     def __init__(self, rows: JobRows) -> None:
         self._rows, self._lock = rows, Lock()
         self._known: dict[tuple[object, ...], Ranking] = {}
 
     def of(self, wanted: SampleFilter, order: str) -> Ranking:
-        """A ranking that has looked at some rows. It is made anew when the job has changed."""
+        """Return a ranking, after continuing its scan. A changed job gets a new ranking."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
             ranking = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
@@ -202,7 +219,7 @@ class Rankings:
 
 
 def order_text(order: str, value: float) -> str:
-    """The value by which a row is ordered, in words."""
+    """Format the value by which a row is sorted."""
     kind = ORDERS[order]
     if kind.value == "tokens":
         return f"{value:,.0f} tokens"

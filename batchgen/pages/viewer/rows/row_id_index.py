@@ -17,7 +17,8 @@ from batchgen.storage.shards.row_order import KEYS
 
 
 class StillSearching(Exception):
-    """Raised when a search takes long. It goes on where it was when it is asked for again."""
+    """Raised when a search reaches its time limit. The same search, repeated, continues where it
+    stopped."""
 
     def __init__(self, searched: int) -> None:
         super().__init__()
@@ -25,14 +26,15 @@ class StillSearching(Exception):
 
 
 class RowIds:
-    """Finds rows by their ids, which may be any texts in any order.
+    """Finds the rows of a job by row_id, which may be any text in any order.
 
-    Without dataset.id_column the id is the index. Other ids are sought shard by shard, in one
-    column; 32 bits of a hash are kept for each input row (40 MB for 10 million rows), so that the
-    next search reads only the shards that may have its id.
+    Without dataset.id_column the row_id is the row's index. Other ids are searched shard by shard.
+    For each input row 32 bits of a hash are kept (40 MB for 10 million rows), so that later
+    searches read only the shards that may have the id.
 
     Args:
-        seconds: how long a search may read.
+        rows: the rows of the job.
+        seconds: how long one search may read.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class RowIds:
         self._hashes: dict[int, npt.NDArray[np.uint32]] = {}
 
     def find(self, row_id: str, near: int | None = None) -> int | None:
-        """The `row_index` of the finished row with this id; None if there is none.
+        """Return the `row_index` of the finished row with this id; None if there is none.
 
         Args:
-            near: a row that is tried first: where another job has the id.
+            near: an index that is tried first: where the other job has the id.
 
         Raises:
-            StillSearching: it takes long.
+            StillSearching: the time limit is reached.
         """
         is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
         for guess in (near, int(row_id) if is_number else None):
@@ -63,24 +65,27 @@ class RowIds:
             return self._sought(row_id)
 
     def _id_of(self, row_index: int) -> str | None:
+        """Return the row_id of a finished row; None if the row is not finished."""
         samples = self._rows.samples(row_index, ["row_id"])
         return samples["row_id"][0].as_py() if samples.num_rows else None
 
     def _sought(self, row_id: str) -> int | None:
-        wanted = _hashes([row_id])[0]
+        """Search the shards that may have an id, as `find` does."""
+        wanted_hash = _hashes([row_id])[0]
         until = self._clock() + self._seconds
         for shard in self._rows.shards:
-            known = self._hashes.get(shard)
-            if known is not None and not (known == wanted).any():
+            hashes = self._hashes.get(shard)
+            if hashes is not None and not (hashes == wanted_hash).any():
                 continue
-            if known is None and self._clock() >= until:
+            if hashes is None and self._clock() >= until:
                 raise StillSearching(sum(map(len, self._hashes.values())))
             if (row := self._read(shard, row_id)) is not None:
                 return row
         return None
 
     def _read(self, shard: int, row_id: str) -> int | None:
-        """Look into one shard, and keep the hashes of a complete one."""
+        """Search one shard for an id, and return its row_index or None. If the shard is complete,
+        the hashes of its ids are kept."""
         hashes: list[npt.NDArray[np.uint32]] = []
         before = -1
         row: int | None = None
@@ -97,4 +102,5 @@ class RowIds:
 
 
 def _hashes(ids: list[str]) -> npt.NDArray[np.uint32]:
+    """Return 32 bits of each id's hash [ids]."""
     return np.fromiter(map(hash, ids), np.int64, len(ids)).astype(np.uint32)

@@ -1,4 +1,5 @@
-"""Finds the rows that a filter lists, a page at a time and with a time limit."""
+"""Finds the rows of a job that match a filter, a page at a time and with a time limit. The row list
+of `batchgen view` uses it."""
 
 from __future__ import annotations
 
@@ -15,27 +16,27 @@ from batchgen.pages.viewer.rows.filters import TEXT_TYPES, SampleFilter
 from batchgen.storage.shards.row_order import KEYS
 
 SECONDS = 2.0
-"""How long a page may search before it shows what it has found."""
+"""The time limit of a search for one page."""
 _BEGINNING, _END = 280, 140
-"""Characters of a text that lists show."""
+"""The characters that lists show of the beginning and the end of a long text."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The result of a search."""
 
-    hits: dict[int, list[int]]  # by the index of a row its samples that match, as they were found
-    next_row: int | None  # to go on with; None if there are no more rows that way
-    searched: int  # samples
+    hits: dict[int, list[int]]  # row index → the numbers of its matching samples, in search order
+    next_row: int | None  # where to continue; None if there are no more rows in that direction
+    searched: int  # the number of samples that were checked
 
 
 class Search:
-    """Searches one job.
+    """A search of one job. It checks the time limit at the end of each shard.
 
     Args:
-        rows: of the job.
-        wanted: which samples are found.
-        seconds: how long a search may take. It ends with the shard that it is in then.
+        rows: the rows of the job.
+        wanted: the filter.
+        seconds: the time limit.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Search:
         self._columns = [] if schema is None else wanted.columns(schema, rows.text_column)
 
     def forward(self, first_row: int, count: int) -> Found:
-        """The first `count` rows from an index on that have matching samples."""
+        """Find the first `count` rows with a matching sample, from the index `first_row` on."""
         hits: dict[int, list[int]] = {}
         searched = 0
         for shard in self._rows.shards_from(first_row):
@@ -71,7 +72,7 @@ class Search:
         return Found(hits, None, searched)
 
     def backward(self, before: int, count: int) -> Found:
-        """The last `count` rows before an index that have matching samples, the last one first."""
+        """Find the last `count` rows with a matching sample before an index, the last row first."""
         hits: dict[int, list[int]] = {}
         searched = 0
         for shard in self._rows.shards_before(before):
@@ -88,13 +89,21 @@ class Search:
         return Found(hits, None, searched)
 
     def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
-        """Some columns of all samples of the rows with these indices, by index. Long texts have
-        only their beginning and end."""
+        """Read all samples of the rows with these indices.
+
+        Args:
+            hits: the indices of the rows.
+            columns: the columns to read.
+
+        Returns:
+            Row index → a table of the row's samples. Long texts have only their beginning and end.
+        """
         tables = {row: excerpts(table) for row, table in self._rows.rows_at(hits, columns)}
         return {row: tables[row] for row in hits if row in tables}
 
     def _in_shard(self, shard: int, first_row: int) -> Iterator[tuple[int, list[int], int]]:
-        """The index of each row from one on, its samples that match, and how many it has."""
+        """Yield the rows of a shard from an index on, as (row index, numbers of the matching
+        samples, number of samples). A table without any match is one item."""
         for table in self._rows.whole_rows(shard, self._columns, first_row):
             matches = self._wanted.matches(table, self._rows.text_column)
             samples = np.asarray(table[KEYS[1]])

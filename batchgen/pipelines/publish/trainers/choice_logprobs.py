@@ -1,4 +1,4 @@
-"""Converts log-probabilities into the form of OpenAI's API."""
+"""Converts log-probabilities to the format of OpenAI's API, for `OpenAILines`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _COLUMNS = ("token_ids", "logprobs", "top_logprobs", "top_logprob_ids")
 
 
 class ChoiceLogprobs:
-    """Makes `logprobs` of a choice for rows whose body asked for them.
+    """Makes the entry `logprobs` of a choice, for rows whose request body asked for it.
 
-    A token that is a part of characters has no text; it is written as its bytes, `\\xe6\\x97` in
-    chats and `bytes:\\xe6\\x97` in completions, as OpenAI does.
+    A token that is only a part of a character has no text. As in OpenAI's API, it is written as its
+    bytes: `\\xe6\\x97` in chats and `bytes:\\xe6\\x97` in completions.
 
     Args:
-        names: the columns of the job, among which is `logprobs`.
+        names: the columns of the job, among them `logprobs`.
         vocabulary: the bytes of each token.
-        request_of: returns, for the columns of a row, how many likeliest tokens the row asked for;
-            None if it asked for no log-probabilities.
+        request_of: returns, for the columns of a row, how many likeliest tokens the request asked
+            for; None if it asked for no log-probabilities.
         read: the columns that `request_of` reads.
+
+    Attributes:
+        columns: the columns that `of` reads.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class ChoiceLogprobs:
         self._vocabulary, self._request_of = vocabulary, request_of
 
     def of(self, row: Mapping[str, Any], text: str | None) -> dict[str, Any] | None:
-        """The entry `logprobs` of a completion with this text, or of a chat if `text` is None. None
-        if the row did not ask for log-probabilities."""
+        """Return the entry `logprobs` of a row; None if the row did not ask for it.
+
+        Args:
+            text: the text of a completion; None for a chat, whose entry has another form.
+        """
         number = self._request_of(row)
         if number is None:
             return None
@@ -64,14 +70,15 @@ class ChoiceLogprobs:
         }
 
     def _top(self, row: Mapping[str, Any], at: int, number: int) -> list[tuple[int, float]]:
+        """Return the likeliest tokens at a position, as (token id, log-probability)."""
         if not number:
             return []
         ids, values = row["top_logprob_ids"][at][:number], row["top_logprobs"][at][:number]
         return list(zip(ids, values, strict=True))
 
     def _by_name(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by the texts of tokens, the likeliest first. If several tokens have one
-        text, those after the first are named `token_id:ID`."""
+        """Map the texts of tokens to log-probabilities, the likeliest first. If several tokens have
+        the same text, those after the first are named `token_id:ID`."""
         by_name: dict[str, float] = {}
         for token, value in likely:
             name = self._name(token)
@@ -79,30 +86,32 @@ class ChoiceLogprobs:
         return by_name
 
     def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """The number of characters of the text that are complete before each token. Tokens that the
-        text does not show, such as special ones, count none."""
-        spells = [self._bytes(token) * (token in self._vocabulary.plain) for token in ids]
+        """Return, for each token, the number of complete characters of the text before it. Tokens
+        that the text does not show, such as special ones, add no characters."""
+        spellings = [self._bytes(token) * (token in self._vocabulary.plain) for token in ids]
         # Tokenizers like SentencePiece leave out the space before the first word.
-        left_out = b"".join(spells).startswith(b" ") and not text.startswith(" ")
+        drops_space = b"".join(spellings).startswith(b" ") and not text.startswith(" ")
         decoder, offset, offsets = getincrementaldecoder("utf-8")("replace"), 0, []
-        for spelled in spells:
-            offsets.append(max(0, offset - left_out))
+        for spelled in spellings:
+            offsets.append(max(0, offset - drops_space))
             offset += len(decoder.decode(spelled))
         return offsets
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
+        """Return a token's entry for a chat."""
         spelled = self._bytes(token)
         name = self._name(token).removeprefix("" if _is_text(spelled) else _BYTES)
         return {"token": name, "logprob": value, "bytes": list(spelled)}
 
     def _name(self, token: int) -> str:
+        """Return the text of a token, or its bytes after `bytes:`."""
         spelled = self._bytes(token)
         if _is_text(spelled):
             return spelled.decode()
         return _BYTES + spelled.decode(errors="backslashreplace")
 
     def _bytes(self, token: int) -> bytes:
-        """The bytes of a token; none for an id that the tokenizer lacks."""
+        """Return the bytes of a token; none for an id that the tokenizer lacks."""
         texts = self._vocabulary.texts
         return texts[token] if token < len(texts) else b""
 

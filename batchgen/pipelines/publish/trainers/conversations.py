@@ -1,5 +1,5 @@
-"""Rebuilds the prompt and the answer of a finished row, as messages or as plain texts, for
-trainers."""
+"""Rebuilds the prompt and the answer of a finished row, as messages or as plain texts. The trainer
+formats of `batchgen export --to` use `Conversations`."""
 
 from __future__ import annotations
 
@@ -29,37 +29,41 @@ _GIVE = (
 
 @dataclass(frozen=True)
 class Exchange:
-    """A prompt and an answer: lists of messages, or two texts for a prompt that was plain text."""
+    """A prompt and its answer: two lists of messages or, for a plain text prompt, two texts."""
 
     prompt: list[Message] | str
     answer: list[Message] | str
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The values of `Conversations.fields`."""
+        """The values of the columns `Conversations.fields`."""
         if isinstance(self.prompt, list) and isinstance(self.answer, list):
             return {"messages": [*self.prompt, *self.answer]}
         return {"prompt": self.prompt, "completion": self.answer}
 
 
 class Conversations:
-    """Makes the conversation of a row again: of the messages that a user gives as templates, else
-    of the prompt that the job's configuration describes and the generated text.
+    """Rebuilds the conversation of each row. The messages come from templates that the user gives,
+    or from the prompt in the job's configuration followed by the generated text.
 
     Attributes:
-        wanted: the columns that it reads.
-        are_messages: whether prompts are messages and not plain text.
+        wanted: the columns that are read.
+        are_messages: whether prompts are messages; False for plain text.
     """
 
     def __init__(
         self, rows: FinishedRows, messages: str | None, reasoning: str | None, *, answers: bool
     ) -> None:
-        """Raise ConfigError if the messages cannot be made of the columns there are.
+        """Prepare the templates.
 
         Args:
-            messages: YAML, a list of one role with its template each, the last the assistant's.
+            messages: YAML: a list of mappings from one role to its template, the last the
+                assistant's; None to use the job's prompt.
             reasoning: the column that becomes `reasoning_content` of the last message.
-            answers: whether answers are needed, and not prompts alone.
+            answers: whether the answers are exported, or only the prompts.
+
+        Raises:
+            ConfigError: the messages cannot be made from the columns of the rows.
         """
         self._rows, self._columns = rows, rows.columns
         self._text = rows.text_column
@@ -77,11 +81,11 @@ class Conversations:
         key = "--messages" if parsed is not None else "prompt"
         self.are_messages = parsed is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
-        # A job that only reads, such as that of a reward model, has the answer in its prompt.
-        is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
-        if (parsed is not None or is_read) and turns[-1][0] == _ASSISTANT:
+        # A job that generates nothing, such as a reward model's, has the answer in its prompt.
+        is_in_prompt = answers and rows.group("sampling").get("max_new_tokens") == 0
+        if (parsed is not None or is_in_prompt) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
-        elif parsed is None and answers and prompt.get("answer") is not None:  # it was scored
+        elif parsed is None and answers and prompt.get("answer") is not None:  # a scored answer
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
             self._given_answer = self._template("prompt.answer", turns[-1][1])
         if reasoning is not None and reasoning not in self._columns.names:
@@ -94,7 +98,7 @@ class Conversations:
 
     @property
     def kind(self) -> pa.DataType:
-        """The type of a prompt, and of an answer."""
+        """The Arrow type of a prompt, which is also that of an answer."""
         if not self.are_messages:
             return pa.string()
         keys = ["role", "content", *(["reasoning_content"] if self._reasoning else [])]
@@ -102,12 +106,13 @@ class Conversations:
 
     @property
     def fields(self) -> list[tuple[str, pa.DataType]]:
-        """The columns of a whole exchange."""
+        """The name and Arrow type of each column of an exported exchange."""
         names = ("messages",) if self.are_messages else ("prompt", "completion")
         return [(name, self.kind) for name in names]
 
     def _of_job(self, prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The templates of the job's own prompt; a column of messages is set apart."""
+        """Return the (role, template) pairs of the job's own prompt. Messages from a column are not
+        among them: `_column` is set to the path of that column."""
         kind = prompt.get("kind")
         if kind == "text":
             return [("text", str(prompt["text"]))]
@@ -156,7 +161,8 @@ class Conversations:
         return self._columns.named(names)
 
     def of(self, row: LocatedRow) -> Exchange:
-        """The conversation of a row. Raises ConfigError, which names the row, if it has none."""
+        """Return the conversation of a row. Raises ConfigError, which names the row, if it cannot
+        be made."""
         answer = self._answer(row)
         if not self.are_messages:
             return Exchange(self._rendered(self._turns[0][1], row), answer)
@@ -174,8 +180,8 @@ class Conversations:
         return Exchange(prompt, [last])
 
     def has_answer(self, row: LocatedRow) -> bool:
-        """Whether there is something that the answer is made of: the text of a row is null if the
-        model ended, or was cut, before it answered."""
+        """Whether a row has an answer. Its text is null if the model ended or was cut off before
+        the answer."""
         return self._given_answer is not None or row.variables[self._text] is not None
 
     def _answer(self, row: LocatedRow) -> str:
@@ -191,7 +197,7 @@ class Conversations:
             raise ConfigError(f"{set_row_name(row)}: {error}") from None
 
     def _stored(self, row: LocatedRow) -> list[Message]:
-        """The messages that a column holds, with the usual names of keys and roles."""
+        """Return the messages in a row's column, with standard keys and roles."""
         value = field_value(row.variables, self._column)
         messages = []
         for item in value if isinstance(value, list) else [None]:
@@ -211,7 +217,8 @@ class Conversations:
 
 
 def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """What a column, maybe of JSON text, or a field in it holds; None if it is not there."""
+    """Return the value at a path: a column, then keys in it. A column may hold JSON text. None if
+    the path does not exist."""
     value: Any = fields
     for name in path:
         if isinstance(value, str):
@@ -224,7 +231,7 @@ def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def _parsed(messages: str) -> list[tuple[str, str]]:
-    """The roles and templates of `--messages`."""
+    """Return the (role, template) pairs of `--messages`."""
     values = load_yaml(messages, "--messages")
     is_list = isinstance(values, list) and all(isinstance(m, dict) and len(m) == 1 for m in values)
     turns = [turn for message in values for turn in message.items()] if is_list else []
@@ -237,6 +244,7 @@ def _parsed(messages: str) -> list[tuple[str, str]]:
 
 
 def _free_names(source: str) -> set[str]:
+    """Return the names that a template takes from its row."""
     from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
     env = BoundedEnvironment()

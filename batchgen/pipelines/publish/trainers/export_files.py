@@ -1,4 +1,5 @@
-"""Writes exported rows as JSON lines, as Parquet or as a folder, with bounded memory."""
+"""Writes exported rows as JSON lines or Parquet, and splits them into tables for folders, with
+bounded memory."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ JSON_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 def tables(rows: Rows, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows as tables of ROWS_PER_GROUP. Raises ConfigError if a value is of another type."""
-    known = iter(rows)
-    while chunk := list(islice(known, ROWS_PER_GROUP)):
+    """Yield the rows as tables of ROWS_PER_GROUP rows. Raises ConfigError if a value does not fit
+    the schema."""
+    remaining = iter(rows)
+    while chunk := list(islice(remaining, ROWS_PER_GROUP)):
         for row in chunk:
             _refuse_more(row, schema)
         try:
@@ -36,26 +38,27 @@ def tables(rows: Rows, schema: pa.Schema) -> Iterator[pa.Table]:
 
 
 def _refuse_more(row: Mapping[str, Any], schema: pa.Schema) -> None:
-    """Refuse messages with keys that the schema does not have, which Arrow would leave out."""
+    """Raise ConfigError for messages with keys that the schema lacks, because Arrow would drop them
+    silently."""
     for field in schema:
         value, kind = row[field.name], field.type
         if isinstance(value, list) and pa.types.is_struct(kind.value_type):
-            known = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)}
+            allowed = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)}
             for message in value:
-                if more := [key for key in message if key not in known]:
+                if extra := [key for key in message if key not in allowed]:
                     raise ConfigError(
-                        f"a message has {more[0]!r} besides {', '.join(sorted(known))}, which "
+                        f"a message has {extra[0]!r} besides {', '.join(sorted(allowed))}, which "
                         "this Parquet schema cannot hold: write .jsonl"
                     )
 
 
 def binary_columns(schema: pa.Schema) -> list[str]:
-    """The columns that hold bytes, for which JSON has no place."""
+    """Return the columns that hold bytes, which JSON cannot represent."""
     return [field.name for field in schema if "binary" in str(field.type)]
 
 
 def write_lines(rows: Rows, file: TextIO) -> int:
-    """Write the JSON of each row in a line; returns their number."""
+    """Write each row as a line of JSON, and return the number of rows."""
     count = 0
     for row in rows:
         file.write(json_text(dict(row)) + "\n")
@@ -64,7 +67,11 @@ def write_lines(rows: Rows, file: TextIO) -> int:
 
 
 def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str, str]) -> int:
-    """Write a new Parquet file with some metadata; returns the number of rows."""
+    """Write a new Parquet file, and return the number of rows.
+
+    Args:
+        about: metadata of the file.
+    """
     count = 0
     schema = schema.with_metadata(about)
     with (
@@ -79,14 +86,18 @@ def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str,
 
 @contextmanager
 def text_file(path: Path | None, at: Path | None = None) -> Iterator[TextIO]:
-    """A new text file, compressed if its name ends in .gz, or standard output; `at` is where it is
-    written instead, to get its name later."""
+    """Open a new text file, or standard output if `path` is None. The file is compressed if its
+    name ends in .gz.
+
+    Args:
+        at: the path to write to instead; the caller renames it to `path` later.
+    """
     if path is None:
         yield sys.stdout
         return
     with ExitStack() as stack:
         temporary = stack.enter_context(whole_file(at or path, f"--out {path}"))
         file: Any = stack.enter_context(temporary.open("wb"))
-        if path.suffix == ".gz":  # equal rows make equal bytes: no name and no time is in it
+        if path.suffix == ".gz":  # without name and time, so that equal rows make equal bytes
             file = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
         yield stack.enter_context(TextIOWrapper(file, encoding="utf-8", newline=""))

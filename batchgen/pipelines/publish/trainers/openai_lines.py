@@ -1,4 +1,5 @@
-"""Exports the rows of a job as the result lines of an OpenAI batch."""
+"""Exports the rows of a job as the result lines of an OpenAI batch (`batchgen export --to
+openai`)."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ _REASONS = {"stop": "stop", "tool_call": "tool_calls"}
 
 
 class OpenAILines:
-    """A line for each input row, with a choice for each of its samples, in order.
+    """Yields one line per input row, in order, with a choice for each sample.
 
-    A row of which no sample has an answer has an `error` and no `response`. Ids are digests of the
-    job and the row, so that the lines are equal each time.
+    If no sample of a row has an answer, the line has an `error` and no `response`. Ids are digests
+    of the job and the row, so repeated exports are equal.
 
     Attributes:
-        left_out: the number of samples left out, by reason; filled while the lines are made.
+        left_out: the number of samples left out, by reason; filled during the iteration.
     """
 
     def __init__(
@@ -41,20 +42,26 @@ class OpenAILines:
         reasoning: str | None,
         logprobs: ChoiceLogprobs | None = None,
     ) -> None:
-        """Raise ConfigError for a set, whose rows do not say how they ended. Log-probabilities need
-        the texts of tokens."""
+        """Check the options. Raises ConfigError for a set, whose rows do not record how generation
+        ended.
+
+        Args:
+            where: an expression; samples for which it is false are left out.
+            reasoning: the column that becomes `reasoning_content`.
+            logprobs: makes the log-probabilities of a choice; None for none.
+        """
         rows.refuse_set("--to openai")
         columns = rows.columns
         self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
         self._where = None if where is None else columns.expression("--where", where)
         kind = rows.group("prompt").get("kind")
         self._is_chat = kind != "text"
-        # A batch file may have requests of both kinds.
+        # A batch file may have requests for chats and for completions.
         self._url = "url" if kind == "openai" and "url" in columns.names else None
         self._logprobs = logprobs
         logprob_columns = () if logprobs is None else logprobs.columns
         kinds = {field.name: (field.metadata or {}) for field in rows.schema}
-        # A data set may have a column of that name itself.
+        # `tool_calls` may also be a column of the data set, which is no answer.
         is_as_given = kinds.get(_CALLS, {}).get(b"meaning") == AS_GIVEN
         self._calls = [] if is_as_given or _CALLS not in kinds else [_CALLS]
         extras = filter(None, [reasoning, self._url, *self._calls])
@@ -84,6 +91,7 @@ class OpenAILines:
         return True
 
     def _line(self, samples: Sequence[LocatedRow]) -> dict[str, Any]:
+        """Return the line of one input row."""
         rows = [row.variables for row in samples]
         answered = [row for row in rows if row["error"] is None]
         name = str(rows[0]["row_id"])
@@ -117,6 +125,7 @@ class OpenAILines:
         return line
 
     def _choice(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+        """Return the choice of one sample."""
         text = row[self._rows.text_column]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._reasoning is not None:
@@ -131,13 +140,13 @@ class OpenAILines:
             "index": row["sample_index"],
             **({"message": message} if is_chat else {"text": text}),
             "logprobs": self._logprobs and self._logprobs.of(row, None if is_chat else text),
-            # What ended before it was complete is `length` to programs that know OpenAI's words.
+            # OpenAI's API has only `length` for an answer that ended before it was complete.
             "finish_reason": _REASONS.get(row["finish_reason"], "length"),
         }
 
 
 def _started(rows: FinishedRows) -> int:
-    """When the job was started, in seconds since 1970; 0 if that is not known."""
+    """Return when the job was started, in seconds since 1970; 0 if unknown."""
     attempts = rows.metrics.get("attempts") or [{}]
     try:
         when = datetime.strptime(attempts[0]["started"], "%Y-%m-%dT%H:%M:%S%z")

@@ -1,5 +1,5 @@
-"""Groups rows that belong together, such as the samples of one input row, and forms pairs in
-them."""
+"""Groups the rows of an export, such as the samples of one input row, and chooses preference pairs
+within a group. The formats dpo and grpo use it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class GroupMember:
     """A row of a group.
 
     Attributes:
-        key: the key that the rows of its group share.
-        score: None if it has none.
-        content: its exported content, as JSON values.
+        key: the key of the group; equal for all its rows.
+        score: the value that ranks the row; None without a value.
+        content: the exported content, as JSON values.
     """
 
     key: str
@@ -31,21 +31,21 @@ class GroupMember:
 
 
 def adjacent_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
-    """Yield groups from rows in which equal keys stand together."""
-    for _, group in groupby(members, key=lambda one: one.key):
+    """Yield groups of consecutive rows with equal keys."""
+    for _, group in groupby(members, key=lambda member: member.key):
         yield list(group)
 
 
 def scattered_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
-    """Yield groups from rows in any order, ordered by each group's first row.
+    """Yield groups of rows that are in any order, sorted by each group's first row.
 
-    The contents of rows wait in a temporary file; 32 bytes per row are in memory.
+    The rows are stored in a temporary file; memory holds 32 bytes per row.
     """
     keys, starts = bytearray(), array("q", [0])
     with tempfile.TemporaryFile(prefix="batchgen-export-") as file:
-        for one in members:
-            keys += blake2b(one.key.encode(), digest_size=16).digest()
-            line = json.dumps([one.key, one.score, one.content], default=str).encode()
+        for member in members:
+            keys += blake2b(member.key.encode(), digest_size=16).digest()
+            line = json.dumps([member.key, member.score, member.content], default=str).encode()
             file.write(line)
             starts.append(starts[-1] + len(line))
         if not keys:
@@ -68,27 +68,38 @@ def _read(file: IO[bytes], start: int, stop: int) -> GroupMember:
 def pairs(
     scores: Sequence[float | None], same: Sequence[object], gap: float, limit: int
 ) -> list[tuple[int, int]]:
-    """Up to `limit` pairs (better, worse) of the members of a group whose scores differ by at least
-    `gap`, and differ at all, and that are not the `same`.
+    """Choose up to `limit` pairs (better, worse) of the N members of a group.
 
-    Pairs of members that are in few pairs yet come first, then those that are farther apart, then
-    those whose members come first. So the result depends on the order alone.
+    The choice is greedy: first pairs whose members are in few pairs so far, then pairs with a
+    larger difference of scores, then pairs with lower indices. It is therefore deterministic.
+
+    Args:
+        scores: [N]; members without a score are in no pair.
+        same: [N]; members with equal values are never paired.
+        gap: the minimum difference of scores; equal scores are never paired.
+
+    Returns:
+        Indices of members.
     """
     candidates = [
-        (b - a, i, j)
-        for i, b in enumerate(scores)
-        for j, a in enumerate(scores)
-        if a is not None and b is not None and b > a and b - a >= gap and same[i] != same[j]
+        (high - low, i, j)
+        for i, high in enumerate(scores)
+        for j, low in enumerate(scores)
+        if low is not None
+        and high is not None
+        and high > low
+        and high - low >= gap
+        and same[i] != same[j]
     ]
-    candidates.sort(key=lambda one: (-one[0], one[1], one[2]))
+    candidates.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
     used = [0] * len(scores)
-    taken: list[tuple[int, int]] = []
-    while candidates and len(taken) < limit:
+    chosen: list[tuple[int, int]] = []
+    while candidates and len(chosen) < limit:
         best = min(
             range(len(candidates)), key=lambda at: used[candidates[at][1]] + used[candidates[at][2]]
         )
         _, i, j = candidates.pop(best)
         used[i] += 1
         used[j] += 1
-        taken.append((i, j))
-    return taken
+        chosen.append((i, j))
+    return chosen

@@ -1,4 +1,5 @@
-"""Exports the columns of rows unchanged, as JSON lines, CSV or plain text."""
+"""Exports columns of rows unchanged, as JSON lines, CSV or plain text: `batchgen export` without
+`--to`."""
 
 from __future__ import annotations
 
@@ -28,14 +29,19 @@ def export_text(
     quote: bool = False,
     at: Path | None = None,
 ) -> int:
-    """Write the columns of a job's rows, or of a set's, and return how many rows there are.
+    """Write columns of the rows of a job or set, and return the number of rows.
 
     Args:
+        user_path: the folder as the user typed it.
         path: a new file; None for standard output.
-        form: one of WRITERS; by default as the name of the file says.
-        where: an expression over the rows that are written; the job must be complete then.
-        at: another path to write to; the caller renames it later.
-        quote: whether to put an apostrophe before what spreadsheets take for formulas.
+        form: one of WRITERS; by default, the one that the file's name implies.
+        columns: the columns to write; None for all, or for the generated text if `form` is txt.
+        where: an expression that rows must make true. It needs a complete job or a set.
+        quote: put an apostrophe before values that spreadsheets would take for formulas.
+        at: the path to write to instead; the caller renames it to `path` later.
+
+    Raises:
+        ConfigError: an option does not fit the rows, or no row is finished.
     """
     form = form or export_format(path)
     if quote and form != "csv":
@@ -53,7 +59,7 @@ def export_text(
 
 
 class _Source(NamedTuple):
-    """The rows to write, with the columns of a schema."""
+    """The rows to write, and the schema of their columns."""
 
     schema: pa.Schema
     rows: Iterator[Mapping[str, Any]]
@@ -62,7 +68,7 @@ class _Source(NamedTuple):
 def _columns_of(
     user_path: str, form: str, columns: Sequence[str] | None, where: str | None
 ) -> _Source:
-    """The rows of a job that may still run, or those of which an expression is true."""
+    """Open the rows to write. Without `where`, a job may still be running."""
     if where is not None or is_set(user_path):
         rows = open_rows(user_path)
         names = export_columns(rows, form, columns, where)
@@ -80,8 +86,8 @@ def _columns_of(
 def export_columns(
     rows: FinishedRows, form: str, columns: Sequence[str] | None, where: str | None
 ) -> Sequence[str]:
-    """The columns that are written of some rows. Raises ConfigError if there is none of a name, or
-    `where` is no expression over them."""
+    """Return the columns to write. Raises ConfigError if a column does not exist, or if `where` is
+    not an expression over the columns."""
     names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
     if unknown := [name for name in names if name not in rows.schema.names]:
         raise ConfigError(
@@ -96,7 +102,7 @@ def export_columns(
 
 
 def export_format(path: Path | None) -> str:
-    """The format that a file's name says; JSON lines for standard output."""
+    """Return the format that a file's name implies; JSON lines for standard output."""
     if path is None:
         return "jsonl"
     suffix = Path(path.name.removesuffix(".gz")).suffix

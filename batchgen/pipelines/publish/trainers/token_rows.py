@@ -1,5 +1,6 @@
 """Exports answers token by token: top log-probabilities for distillation (`kd…`) and rollouts for
-reinforcement learning (`rl`, and `trace_rl` for diffusion models)."""
+reinforcement learning (`rl`, and `trace_rl` for diffusion models). `batchgen export --to` uses
+`TokenRows`."""
 
 from __future__ import annotations
 
@@ -50,10 +51,10 @@ _SCHEMAS: dict[str, list[tuple[str, pa.DataType]]] = {
         ("temperatures", _FLOATS),
         ("reward", pa.float64()),
     ],
-    # What two trainers read. dLLM-RL (train/rl_sdar.py at fda673ff of pixeli99/dLLM-RL): prompt,
-    # response, reward and step_map, of which the order within a block counts. DARE
-    # (verl/workers/rollout/cj_trajectory.py at 5f8e5f01 of yjyddq/DARE): ids and steps, from 1, to
-    # the end of the last block, and how many of these are the response.
+    # Two trainers read this format. dLLM-RL (train/rl_sdar.py at fda673ff of pixeli99/dLLM-RL)
+    # reads prompt, response, reward and step_map, and uses the order of steps within a block. DARE
+    # (verl/workers/rollout/cj_trajectory.py at 5f8e5f01 of yjyddq/DARE) reads the ids and steps
+    # (from 1) up to the end of the last block, and how many of these belong to the response.
     "trace_rl": [
         *_ROW,
         ("prompt", pa.string()),
@@ -73,13 +74,13 @@ _ROUTING = pa.struct(
 
 
 class TokenRows:
-    """Makes the rows of one format, one for each answer, in order. The answers are the given tokens
-    if the job scored some, otherwise the generated ones.
+    """Yields the rows of one format, one for each answer, in order. If the job scored given
+    answers, these are exported; otherwise the generated ones.
 
     Attributes:
         schema: the columns of the format.
-        left_out: the number of rows left out, by reason; filled while the rows are made.
-        made_of: shard and position of the row from which the last exported row was made.
+        left_out: the number of rows left out, by reason; filled during the iteration.
+        made_of: (shard, position) of the row from which the last exported row was made, in a list.
     """
 
     def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
@@ -117,6 +118,7 @@ class TokenRows:
         self.schema = self._schema()
 
     def _needed(self) -> list[str]:
+        """Return the columns that the format needs besides the token ids."""
         if self._to == "rl":
             return [self._name[_LOGPROBS], _PROMPT]
         if self._to == "trace_rl":
@@ -125,6 +127,7 @@ class TokenRows:
         return [*top, _PROMPT] if self._to == "kd-packed" else top
 
     def _expression(self, key: str, source: str | None) -> Any:
+        """Parse the expression of an option, and add the columns that it reads to `_wanted`."""
         if source is None:
             return None
         expression = self._rows.columns.expression(f"--{key}", source)
@@ -140,7 +143,8 @@ class TokenRows:
         return pa.schema(columns)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
+        """Yield the rows, with the columns of the schema. Raises ConfigError if a row cannot be
+        made."""
         make = {
             **{"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed},
             **{"rl": self._rl, "trace_rl": self._trace},
@@ -153,21 +157,23 @@ class TokenRows:
                 self.left_out["without tokens"] += 1
 
     def _kd(self, row: LocatedRow) -> dict[str, Any]:
+        """Return a row of `kd` or `kd-v1`: the conversation and the top log-probabilities."""
         assert self._talks is not None
         columns = self._talks.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
         if self._to == "kd":
             return columns | {_LOGPROBS: top, "target_token_ids": ids}
         entries = [
-            [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(*one, strict=True)]
-            for one in zip(ids, top, strict=True)
+            [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(*at_position, strict=True)]
+            for at_position in zip(ids, top, strict=True)
         ]
         return columns | {_LOGPROBS: entries}
 
     def _packed(self, row: LocatedRow) -> dict[str, Any]:
+        """Return a row of `kd-packed`: the top log-probabilities of N tokens as binary arrays."""
         values = row.variables
-        top = np.array(values[self._name[_TOP]], np.float32)
-        ids = np.array(values[self._name[_TOP_IDS]], np.int64)
+        top = np.array(values[self._name[_TOP]], np.float32)  # [N, top_k]
+        ids = np.array(values[self._name[_TOP_IDS]], np.int64)  # [N, top_k]
         rest = values.get(_REST)
         if rest is None:
             rest = 1 - np.exp(top.astype(np.float64)).sum(1)
@@ -183,6 +189,7 @@ class TokenRows:
         }
 
     def _rl(self, row: LocatedRow) -> dict[str, Any]:
+        """Return a row of `rl`. Lists cover prompt and answer; `mask` marks the answer."""
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
@@ -211,8 +218,9 @@ class TokenRows:
         return columns
 
     def _trace(self, row: LocatedRow) -> dict[str, Any]:
-        """A row with the answer and the tail: the tokens of its last block behind its end, whose
-        log-probabilities are not known."""
+        """Return a row of `trace_rl`: the answer, and the tail of its last block. The tail has the
+        tokens after the end of the answer; their log-probabilities are unknown, written as 0 and
+        masked."""
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         steps, tail, tail_steps = (values[name] for name in _TRACE)
@@ -229,10 +237,12 @@ class TokenRows:
         }
 
     def _earned(self, row: LocatedRow) -> float | None:
+        """Return the reward of a row; None without one."""
         return None if self._reward is None else number_value(self._reward, row)
 
     def _temperature(self, row: LocatedRow) -> float:
-        """The temperature of the row: its own, if a column of the data set has options."""
+        """Return the temperature of a row. Options in a column of the data set override the
+        job's."""
         row_options = row.variables.get(str(self._sampling.get("column"))) or {}
         temperature = row_options.get("temperature") if isinstance(row_options, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if temperature is None else temperature)
@@ -242,12 +252,12 @@ class TokenRows:
 
 
 def packed(ids: npt.NDArray[np.int64], bits: int) -> bytes:
-    """Pack token ids with `bits` bits each, the highest bit first."""
+    """Pack token ids into `bits` bits each, the highest bit first."""
     whole = np.unpackbits(ids.astype(">u4").reshape(-1, 1).view(np.uint8), axis=1)
     return np.packbits(whole[:, 32 - bits :]).tobytes()
 
 
 def _halves(values: npt.ArrayLike) -> bytes:
-    """Values as float16, clipped to its range."""
+    """Return values as the bytes of little-endian float16, clipped to its range."""
     lowest, highest = np.finfo(np.float16).min, np.finfo(np.float16).max
     return np.clip(values, lowest, highest).astype("<f2").tobytes()

@@ -1,4 +1,5 @@
-"""Writes the rows of a complete job or of a set in a trainer's format: `batchgen export --to`."""
+"""Writes the rows of a complete job or of a set in a trainer's format, for `batchgen export
+--to`."""
 
 from __future__ import annotations
 
@@ -24,13 +25,18 @@ from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Trai
 from batchgen.util.errors import ConfigError
 
 TOLD = b"batchgen.export"
-"""The key in a Parquet file's metadata that says, as JSON, from what it was made."""
+"""The metadata key of a Parquet file under which JSON says from which rows the file was made."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The number of rows written, the numbers left out by reason, and whether anything was written:
-    not if the folder had the rows already."""
+    """The result of an export.
+
+    Attributes:
+        rows: the number of rows written.
+        left_out: the number of rows left out, by reason.
+        is_new: False if the folder already had the rows, so that nothing was written.
+    """
 
     rows: int
     left_out: Mapping[str, int]
@@ -40,15 +46,15 @@ class Exported:
 def export_for(
     rows: FinishedRows, request: ExportRequest, out: Path | None, *, at: Path | None = None
 ) -> Exported:
-    """Write rows in the format that is asked for.
+    """Write rows in the requested format.
 
     Args:
-        out: a new file, .parquet or .jsonl, compressed if it ends in .gz; a new folder, if its name
-            has no suffix; None for JSON lines on standard output.
-        at: another path to write to; the caller renames it later.
+        out: a new file ending in .parquet or .jsonl (.gz compresses); a new folder, if the name has
+            no suffix; None for JSON lines on standard output.
+        at: the path to write to instead; the caller renames it to `out` later.
 
     Raises:
-        ConfigError: an option does not fit, a row cannot be made, or `out` is there.
+        ConfigError: an option does not fit, a row cannot be made, or `out` exists.
     """
     form, target = _form(request, out), at or out
     lines = lines_of(rows, request, out)
@@ -66,8 +72,8 @@ def export_for(
 def lines_of(
     rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
-    """Make the object that yields the lines of a format. Raises ConfigError for everything that can
-    be refused before the first row."""
+    """Return the iterable of the rows of a format. Raises ConfigError for every mistake that can be
+    detected before the first row."""
     form = _form(request, out)
     if request.to == "openai":
         return OpenAILines(rows, request.where, request.reasoning)
@@ -82,7 +88,7 @@ def lines_of(
 
 
 def _form(request: ExportRequest, out: Path | None) -> str:
-    """The kind of file that a name says."""
+    """Return the kind of output that the name of `out` implies: jsonl, parquet or folder."""
     if out is None or out.name.endswith(JSON_NAMES):
         return "jsonl"
     if request.to == "openai":
@@ -104,6 +110,7 @@ def _folder(
     out: Path,
     path: Path,
 ) -> Exported:
+    """Write the rows to a folder with a card, unless the folder has them already."""
     lineage = [job_lineage(rows)]
     request = request_digest(
         {"asked": asdict(requested), "jobs": [one["digest"] for one in lineage]}

@@ -1,4 +1,5 @@
-"""Makes the rows that trainers read from finished rows: formats sft, dpo, kto, grpo and prm."""
+"""Converts finished rows to the rows that trainers read, in the formats sft, dpo, kto, grpo and
+prm. `batchgen export --to` uses `TrainerRows`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from batchgen.util.text.row_json import json_text, plain_text
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
     """The options of `batchgen export --to`. Texts are expressions over the columns of a row,
-    except `messages`."""
+    except `to` (the format), `messages` (YAML templates) and `reasoning` (a column). Raises
+    ConfigError if an option does not fit the format, or a required one is missing."""
 
     to: str
     where: str | None = None
@@ -44,9 +46,9 @@ class ExportRequest:
     labels: str | None = None
 
     def __post_init__(self) -> None:
-        taken = {"to", "where", *_TAKEN[self.to]}
+        allowed = {"to", "where", *_TAKEN[self.to]}
         for name in (field.name for field in fields(self)):
-            if name not in taken and getattr(self, name) not in (None, False):
+            if name not in allowed and getattr(self, name) not in (None, False):
                 raise ConfigError(f"--{name} is not for --to {self.to}")
         for name in _NEEDED.get(self.to, ()):
             if getattr(self, name) is None:
@@ -70,7 +72,7 @@ _TAKEN = {
     "rl": ("by",),
     "trace_rl": ("by",),
 }
-"""The options of each format besides `where`."""
+"""The options that each format accepts besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
 _MEANING = {
     "by": "the column of numbers by which answers are better or worse, such as mark",
@@ -80,12 +82,12 @@ FORMATS = tuple(_TAKEN)
 
 
 class TrainerRows:
-    """The rows of one format.
+    """Yields the rows of one format.
 
     Attributes:
         schema: the columns of the format.
-        left_out: the number of rows left out, by reason; filled while the rows are made.
-        made_of: shard and position of each row from which the last exported row was made.
+        left_out: the number of rows left out, by reason; filled during the iteration.
+        made_of: (shard, position) of each row from which the last exported row was made.
     """
 
     def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
@@ -111,8 +113,8 @@ class TrainerRows:
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
-        """The expressions of this format, those that are the default included."""
-        request, known = self._asked, self._rows.columns.names
+        """Return the expressions of the options, including the format's defaults."""
+        request, columns = self._asked, self._rows.columns.names
         expressions = {name: getattr(request, name) for name in ("where", "by", "label", "answer")}
         if request.to == "grpo":
             expressions = {
@@ -120,13 +122,13 @@ class TrainerRows:
                 "by": request.by or "mark",
                 "answer": request.answer or "target",
             }
-            if request.by is None and "mark" not in known:
+            if request.by is None and "mark" not in columns:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
                     f"{self._rows.user_path} does not have: grade it first, or name another "
                     "column with --by"
                 )
-            if request.answer is None and "target" not in known:
+            if request.answer is None and "target" not in columns:
                 raise ConfigError(
                     f"--to grpo takes the right answer from the column target, which "
                     f"{self._rows.user_path} does not have: name its column with --answer"
@@ -136,7 +138,8 @@ class TrainerRows:
         return {name: source for name, source in expressions.items() if source is not None}
 
     def _tools_column(self) -> list[str]:
-        """The path of the column with the tools that the prompts offered; empty without one."""
+        """Return the path of the column with the tools that the prompts offered; empty if there is
+        none."""
         prompt = self._rows.group("prompt")
         named = prompt.get("tools_column")
         if prompt.get("kind") == "openai":
@@ -172,11 +175,12 @@ class TrainerRows:
         return pa.schema(fields)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
+        """Yield the rows, with the columns of the schema. Raises ConfigError if a row cannot be
+        made."""
         return self._make()
 
     def _passed(self) -> Iterator[LocatedRow]:
-        """The rows that have an answer, and for which `where` is true."""
+        """Yield the rows that have an answer and pass `where`."""
         for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
             if self._answers and not self._talks.has_answer(row):
                 self.left_out["without a text"] += 1
@@ -205,8 +209,12 @@ class TrainerRows:
     def _members(
         self, content: Callable[[LocatedRow], dict[str, Any]]
     ) -> Iterator[list[GroupMember]]:
-        """The members of groups: samples of one input row, or with `across` rows that stem from one
-        row."""
+        """Yield the groups of rows. A group has the samples of one input row; with `across`, all
+        rows that were made from one row of another job.
+
+        Args:
+            content: makes the content of a member from its row.
+        """
         members = (
             GroupMember(
                 self._key(row),
@@ -215,11 +223,11 @@ class TrainerRows:
             )
             for row in self._passed()
         )
-        together = not self._rows.is_set and not self._asked.across
-        return adjacent_groups(members) if together else scattered_groups(members)
+        is_adjacent = not self._rows.is_set and not self._asked.across
+        return adjacent_groups(members) if is_adjacent else scattered_groups(members)
 
     def _key(self, row: LocatedRow) -> str:
-        """The key of a row's group, within which pairs are formed or means are taken."""
+        """Return the key of a row's group."""
         origin = row.variables.get("source")
         source = origin if isinstance(origin, dict) and "row_id" in origin else None
         if not self._asked.across:
@@ -239,8 +247,8 @@ class TrainerRows:
     def _dpo(self) -> Iterator[dict[str, Any]]:
         gap, limit = self._asked.gap or 0.0, self._asked.pairs or 1
         for group in self._members(lambda row: _parts(self._talks.of(row))):
-            scores = [one.score for one in group]
-            texts = [one.content["answer"] for one in group]
+            scores = [member.score for member in group]
+            texts = [member.content["answer"] for member in group]
             if None in scores:
                 self.left_out["without a score"] += scores.count(None)
             chosen = pairs(scores, texts, gap, limit)
@@ -272,7 +280,7 @@ class TrainerRows:
             }
 
         for group in self._members(content):
-            scores = [one.score for one in group if one.score is not None]
+            scores = [member.score for member in group if member.score is not None]
             if not scores:
                 self.left_out["without a mark"] += len(group)
                 continue
@@ -307,20 +315,21 @@ class TrainerRows:
 
 
 def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
-    """Whether the ids of a job's rows begin with the name of the job that they came from."""
+    """Whether a job reads several jobs, so that its row ids begin with the name of the job they
+    came from."""
     path = dataset.get("path")
-    several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
-    return dataset.get("kind") == "job" and several
+    is_several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
+    return dataset.get("kind") == "job" and is_several
 
 
 _OWN = ("error", "row_id", "row_index", "id", "source")
 _PLACE = "place"
-"""The key in a member's content that holds the location of its row."""
+"""The key in a member's content under which the location of its row is kept."""
 Place = tuple[int, int]
 
 
 def _places(members: Sequence[GroupMember]) -> list[Place]:
-    locations = [one.content[_PLACE] for one in members]
+    locations = [member.content[_PLACE] for member in members]
     return [(shard, position) for shard, position in locations]
 
 
@@ -329,7 +338,8 @@ def _parts(talk: Exchange) -> dict[str, Any]:
 
 
 def _as_text(talk: Exchange, row: LocatedRow) -> str:
-    """A prompt as one text, which trainers of process rewards read."""
+    """Return a prompt as one text, as trainers of process reward models expect. Raises ConfigError
+    for a prompt of several messages."""
     if isinstance(talk.prompt, str):
         return talk.prompt
     if len(talk.prompt) != 1:
