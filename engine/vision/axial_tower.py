@@ -1,4 +1,9 @@
-"""The vision tower of Gemma 4, whose images have sizes by their aspect ratio and a budget."""
+"""The vision tower of Gemma 4. The size of an image depends on its aspect ratio and on a token
+budget.
+
+`AxialTower` is the tower; the other classes are its layers. *Axial*: each patch has a row and a
+column, and learned and rotary positions treat the two axes separately.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,12 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 
 
 class AxialEmbedding(PatchEmbedding):
-    """The product that makes vectors of patches, and the learned positions: a vector for each
-    column and one for each row, which are added. The colours of a pixel are neighbours in
-    checkpoints."""
+    """The linear layer that embeds patches, and the learned positions: one vector per column and
+    one per row, whose sum is added to a patch's embedding.
+
+    In checkpoints the three colours of a pixel are adjacent in the weight; here each colour is
+    contiguous.
+    """
 
     def __init__(self, config: AxialConfig, *, where: Placement) -> None:
         super().__init__(config, bias=False, where=where, name="input_proj")
@@ -35,22 +43,29 @@ class AxialEmbedding(PatchEmbedding):
         self._patch_size = config.patch_size
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of the product's weight and of the positions."""
+        """Yield the slots of the linear layer's weight and of the positions."""
         yield from super().weight_slots(path)
         yield WeightSlot.plain(f"{path}.position_embedding_table", self.positions)
 
     def flat(self, weight: Tensor) -> Tensor:
+        """Reorder a checkpoint's weight [width, patch² · 3] to [width, 3 · patch²]."""
         values: Tensor = weight.unflatten(1, (-1, 3))
         return values.transpose(1, 2).flatten(1)
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return what is added to patches [N] at these places, [N, width]."""
+        """Return the learned positions [N, width] of N patches, given their rows and columns
+        [N]."""
         return self.positions[0][columns] + self.positions[1][rows]
 
 
 class ClippedLinear(Linear):
-    """A linear layer without a bias which may hold what it reads and what it yields within bounds
-    of the checkpoint. `arrange` puts the rows of a checkpoint's weight into their order here."""
+    """A linear layer without a bias. With `clips`, its input and its output are clamped to bounds
+    from the checkpoint.
+
+    Args:
+        clips: whether the checkpoint has bounds.
+        arrange: reorders the rows of a checkpoint's weight; None keeps their order.
+    """
 
     def __init__(
         self,
@@ -74,8 +89,8 @@ class ClippedLinear(Linear):
         return super().forward(x.clamp(in_low, in_high)).clamp(out_low, out_high)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of the weight and of the bounds, which are infinite without a
-        checkpoint."""
+        """Yield the slots of the weight and of the bounds. Without a checkpoint the bounds are
+        infinite."""
         name, arrange = f"{path}.weight", self._arrange
         combine = None if arrange is None else (lambda weights: arrange(weights[name]))
         yield WeightSlot(self.weight, (name,), (name,), combine)
@@ -86,16 +101,19 @@ class ClippedLinear(Linear):
 
 
 class AxialAttention(nn.Module):
-    """Multi-head attention of an image's patches over each other. Queries and keys are normalised
-    and turned, half of each head by the patch's column and half by its row; values are normalised
-    without a weight; scores are not scaled."""
+    """Multi-head attention among the patches of one image.
+
+    Queries and keys are normalised and rotated: half of each head by the patch's column, half by
+    its row. Values are normalised without a weight. Scores are not scaled.
+    """
 
     def __init__(self, config: AxialConfig, *, where: Placement) -> None:
         super().__init__()
         self._heads, self._eps = config.num_heads, config.norm_eps
         size = config.num_heads * config.head_dim
         make = partial(ClippedLinear, clips=config.clips, where=where)
-        # Checkpoints rotate the halves of a head apart, kernels pair value i with i + head_dim/2.
+        # Checkpoints rotate each half of a head separately; our kernel pairs value i with value i +
+        # head_dim/2 of the whole head. This order translates one into the other.
         first, second, third, last = torch.arange(config.head_dim, device="cpu").chunk(4)
         order = torch.cat((first, third, second, last))
         self.q_proj = make(config.width, size, arrange=partial(_ordered, order=order))
@@ -110,7 +128,8 @@ class AxialAttention(nn.Module):
         heads = self._heads
         values = rms_norm(self.v_proj(x).unflatten(1, (heads, -1)), self._ones, self._eps)
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), values.flatten(1)), 1)
-        # A paged cache of one block, for this forward alone: one launch rotates and writes.
+        # A paged cache of one block, for this forward only, so that one launch normalises, rotates
+        # and stores keys.
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
         q = prepare_qkv(
             qkv, self.q_norm.weight, self.k_norm.weight, self._eps, layout.cos_sin, cache,
@@ -122,7 +141,8 @@ class AxialAttention(nn.Module):
 
 
 class AxialMLP(nn.Module):
-    """down(gelu(gate(x)) · up(x)), with the approximation of GELU by tanh, of [N, width]."""
+    """The gated MLP down(gelu(gate(x)) · up(x)) of patches [N, width], with the tanh approximation
+    of GELU."""
 
     def __init__(self, config: AxialConfig, *, where: Placement) -> None:
         super().__init__()
@@ -138,7 +158,8 @@ class AxialMLP(nn.Module):
 
 
 class AxialBlock(nn.Module):
-    """Attention and MLP, each between two norms and added to what it reads."""
+    """A transformer block: attention and an MLP, each with a norm before it and a norm after it,
+    and a residual connection."""
 
     checkpoint_names: Mapping[str, str] = {
         "before_attention": "input_layernorm",
@@ -163,8 +184,8 @@ class AxialBlock(nn.Module):
 
 
 class AxialTower(VisionTower):
-    """A transformer over the patches of images (Gemma 4, Google 2026). The patches of a square
-    become one token, by their mean."""
+    """The vision transformer of Gemma 4 (Google 2026). After the blocks, each square of merge_size²
+    patches is averaged into one token."""
 
     config: AxialConfig
     patch_embed: AxialEmbedding
@@ -185,13 +206,14 @@ class AxialTower(VisionTower):
         self._ones = torch.ones(config.width, device=where.device)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of what shifts and scales features; the modules have their own."""
+        """Yield the slots of the features' shift and scale; the submodules yield their own
+        slots."""
         if self.std_bias is not None and self.std_scale is not None:
             yield WeightSlot.plain(f"{path}.std_bias", self.std_bias, dummy=0.0)
             yield WeightSlot.plain(f"{path}.std_scale", self.std_scale, dummy=1.0)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute features as `VisionTower.forward` says."""
+        """Compute features as described at `VisionTower.forward`."""
         positions = [self._positions(image) for image in images]
         rows, columns, cos_sin = (self.uploaded(parts) for parts in zip(*positions, strict=True))
         x = self.embedded(images) + self.patch_embed.at(rows, columns)
@@ -203,7 +225,8 @@ class AxialTower(VisionTower):
         return features.unsqueeze(0)
 
     def _pooled(self, x: Tensor) -> Tensor:
-        """Compute the normalised features [T, width] of tokens from patches [N, width]."""
+        """Average patches [N, width] into tokens, and return their normalised features [T,
+        width]."""
         squares = x.unflatten(0, (-1, self.config.merge_size**2)).float()
         pooled = squares.mean(1).to(x.dtype).float() * self.config.width**0.5
         if self.std_bias is not None and self.std_scale is not None:
@@ -217,6 +240,6 @@ class AxialTower(VisionTower):
 
 
 def _ordered(rows: Tensor, order: Tensor) -> Tensor:
-    """Put the rows [heads · head_dim, …] of each head in this order [head_dim]."""
+    """Reorder the rows of each head in a weight [heads · head_dim, …] by `order` [head_dim]."""
     ordered: Tensor = rows.unflatten(0, (-1, len(order)))[:, order]
     return ordered.flatten(0, 1)

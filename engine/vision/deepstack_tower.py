@@ -1,4 +1,8 @@
-"""The vision tower of Qwen3-VL and Qwen3.5."""
+"""The vision tower of Qwen3-VL and Qwen3.5: `DeepstackTower`.
+
+DeepStack gives each image token several features. One replaces the token's embedding; the first
+layers of the decoder add the others to their outputs.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,11 @@ from batchgen.kernels.layers.elementwise import gelu
 
 
 class PatchMerger(nn.Module):
-    """Makes one vector of the decoder's size of each square of patches.
+    """An MLP that turns each square of merge_size² patches into one vector of the decoder's hidden
+    size.
 
-    The norm is over each patch, or with `joined` over all values of a square.
+    Args:
+        joined: whether the norm is over all values of a square; otherwise it is over each patch.
     """
 
     def __init__(self, config: DeepstackConfig, *, joined: bool, where: Placement) -> None:
@@ -49,7 +55,7 @@ class PatchMerger(nn.Module):
 
 
 class DeepstackTower(VisionTower):
-    """A transformer over the patches of images (Qwen3-VL, Bai et al. 2025, arXiv 2511.21631)."""
+    """The vision transformer of Qwen3-VL (Bai et al. 2025, arXiv 2511.21631)."""
 
     config: DeepstackConfig
 
@@ -64,14 +70,14 @@ class DeepstackTower(VisionTower):
         self.planes = 1 + len(config.deepstack)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute features as `VisionTower.forward` says."""
+        """Compute features as described at `VisionTower.forward`."""
         config, x = self.config, self.embedded(images)
         positions = [self._positions(image) for image in images]
         taps, weights, cos_sin = (self.uploaded(parts) for parts in zip(*positions, strict=True))
         x = x + self.pos_embed(taps, weights).to(x.dtype)
         slots = torch.arange(len(x), device=self.device)
-        images_apart = self.segments([len(position.taps) for position in positions])
-        layout = PatchPlaces(images_apart, cos_sin, slots)
+        segments = self.segments([len(position.taps) for position in positions])
+        layout = PatchPlaces(segments, cos_sin, slots)
         features = []
         for index, block in enumerate(self.blocks):
             x = block(x, layout)
@@ -95,12 +101,18 @@ def _block(config: DeepstackConfig, where: Placement) -> VisionBlock:
 
 
 class PositionTable(nn.Module):
-    """The learned positions, a square of vectors."""
+    """A square grid of learned position vectors, which `DeepstackTower` interpolates to the grid of
+    an image's patches."""
 
     def __init__(self, layout: int, width: int, *, where: Placement) -> None:
         super().__init__()
         self.weight = empty_parameter(layout, width, device=where.device, dtype=where.dtype)
 
     def forward(self, taps: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums [N, width] of the vectors at `taps` [N, 4], each times its weight."""
+        """Return weighted sums [N, width] of position vectors.
+
+        Args:
+            taps: [N, 4] int64, the indices of the four vectors around each patch.
+            weights: [N, 4], the weight of each vector.
+        """
         return (self.weight[taps] * weights.unsqueeze(-1)).sum(1)

@@ -1,4 +1,5 @@
-"""A picture of a request, as the engine takes it: decoded, scaled and known by a digest."""
+"""An image of a request as the engine receives it: `Image`, with its size and a digest of its
+contents."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 Pixels = npt.NDArray[np.uint8]
-"""The red, green and blue values of a picture, [height, width, 3]."""
+"""The red, green and blue values of an image, [height, width, 3]."""
 
 DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture whose pixels may be decoded as late as the engine needs them.
+    """An image whose pixels may be decoded only when the engine needs them.
 
     Height and width are in pixels, and multiples of the model's `VisionConfig.pixels_per_token`.
-    Two images with one digest count as the same picture, so it must cover the bytes of the file,
-    everything that decodes and scales them, and the size.
+    Two images with equal digests count as the same image. The digest must therefore cover the
+    file's bytes, all settings of decoding and scaling, and the size.
     """
 
-    # The pixels, or what gives them and raises RequestError if they cannot be decoded.
+    # The pixels, or a function that decodes them, which raises RequestError if it cannot.
     pixels: Pixels | Callable[[], Pixels] = field(repr=False, compare=False)
     height: int
     width: int
@@ -33,7 +34,7 @@ class Image:
         assert self.height > 0 and self.width > 0 and len(self.digest) == DIGEST_BYTES
 
     def without_pixels(self) -> Image:
-        """Return the image as another process knows it, which gets the pixels otherwise."""
+        """Return a copy for another process, which receives the pixels in another way."""
         return replace(self, pixels=_elsewhere)
 
     def load(self) -> Pixels:

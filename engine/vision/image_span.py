@@ -1,4 +1,8 @@
-"""Where the images of a row stand among its tokens, and which rotary positions follow from it."""
+"""Where the images of a row are among its tokens, and the rotary positions that follow from this.
+
+`find_spans` locates the images when a request arrives. The scheduler uses `runs_of` to keep tokens
+together, and the model's inputs take positions from `rope_positions`.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,27 @@ from batchgen.engine.vision.image import Image
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """How a model's prompts hold images: a run of image tokens, one for each square of pixels."""
+    """How a model's prompts represent images: by a run of image tokens, one per square of
+    pixels."""
 
     image_token_id: int
-    start_token_id: int  # stands before an image's tokens in a prompt
-    end_token_id: int  # and behind them
-    pixels_per_token: int  # of a square's side
-    other_ids: tuple[int, ...] = ()  # of videos and sound
-    # What chat templates write for an image instead of the start, image and end tokens; None: they
-    # write these.
+    start_token_id: int  # precedes an image's tokens in a prompt
+    end_token_id: int  # follows an image's tokens
+    pixels_per_token: int  # the side of a token's square, in pixels
+    other_ids: tuple[int, ...] = ()  # the token ids of videos and sound
+    # The token that chat templates write for an image instead of the start, image and end tokens.
+    # None if they write those.
     mark_id: int | None = None
-    margin: str = ""  # what stands for the mark begins and ends with this text
-    image_side: int | None = None  # pixels of each side of all images; None: they have many sizes
+    margin: str = ""  # text before and after the tokens that replace `mark_id`
+    image_side: int | None = None  # the side of every image in pixels; None if sizes vary
     # Whether the rotary positions of an image's tokens have axes: time, row and column.
     has_axes: bool = True
-    sees_whole: bool = False  # whether tokens of an image see those behind them of the same image
+    sees_whole: bool = False  # whether an image's tokens also see later tokens of the same image
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
-        """The ids that would say that an image follows, where none does."""
+        """The token ids that announce an image, ascending. They are never sampled, because no image
+        would follow."""
         ids = (self.image_token_id, self.start_token_id, self.end_token_id, *self.other_ids)
         return tuple(sorted(set(ids)))
 
@@ -42,18 +48,19 @@ class ImageRules:
 
 
 class ImageSpan(NamedTuple):
-    """The tokens of a row that stand for an image, row by row of squares."""
+    """The tokens of a row that represent one image. Each token is one square of pixels, in
+    row-major order."""
 
     image: Image
     start: int  # the index of the first token in the row
     rows: int
     columns: int
-    has_axes: bool = True  # as in `ImageRules`, like the next one
-    sees_whole: bool = False
+    has_axes: bool = True  # as in `ImageRules`
+    sees_whole: bool = False  # as in `ImageRules`
 
     @property
     def end(self) -> int:
-        """The index behind the last token."""
+        """The index after the last token."""
         return self.start + self.rows * self.columns
 
     @property
@@ -62,40 +69,48 @@ class ImageSpan(NamedTuple):
 
     @property
     def skipped_positions(self) -> int:
-        """How many positions fewer than tokens the image takes: text behind it goes on where the
-        longer side ends, if positions have axes."""
+        """How many fewer positions than tokens the image takes. If positions have axes, the text
+        after an image continues at the first position plus the image's longer side; otherwise this
+        is 0."""
         if not self.has_axes:
             return 0
         return self.num_tokens - max(self.rows, self.columns)
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether some of the row's tokens from `start` to `end` stand for the image."""
+        """Whether any of the row's tokens from `start` to `end` - 1 belongs to the image."""
         return self.start < end and start < self.end
 
 
 def find_spans(
     token_ids: Sequence[int], images: Sequence[Image], rules: ImageRules
 ) -> tuple[ImageSpan, ...]:
-    """Find the tokens of each image in a prompt. Raises ValueError, in words for the user, if the
-    prompt has not as many image tokens as its images take, or an image has no whole squares."""
-    side, fixed = rules.pixels_per_token, rules.image_side
+    """Find the tokens of each image in a prompt.
+
+    Raises ValueError, in words for the user, if the number of image tokens is not what the images
+    need, if an image's tokens are not consecutive, or if an image has a size that the model cannot
+    take.
+    """
+    side, required_side = rules.pixels_per_token, rules.image_side
     for number, image in enumerate(images, 1):
-        if fixed is not None and (image.height, image.width) != (fixed, fixed):
+        if required_side is not None and (image.height, image.width) != (
+            required_side,
+            required_side,
+        ):
             raise ValueError(
                 f"image {number} has {image.height}×{image.width} pixels, and images of this model "
-                f"have {fixed}×{fixed}"
+                f"have {required_side}×{required_side}"
             )
         if image.height % side or image.width % side:
             raise ValueError(
                 f"image {number} has {image.height}×{image.width} pixels, and its sides must be "
                 f"multiples of {side}"
             )
-    wanted = sum(rules.num_tokens(image.height, image.width) for image in images)
+    needed = sum(rules.num_tokens(image.height, image.width) for image in images)
     positions = [i for i, token_id in enumerate(token_ids) if token_id == rules.image_token_id]
-    if len(positions) != wanted:
+    if len(positions) != needed:
         raise ValueError(
             f"the prompt has {len(positions)} image tokens, and its {len(images)} images take "
-            f"{wanted}"
+            f"{needed}"
         )
     spans, used = [], 0
     for number, image in enumerate(images, 1):
@@ -110,15 +125,15 @@ def find_spans(
 
 
 class ImageRun(NamedTuple):
-    """Tokens of a row that see each other, so that one forward must read all that no earlier one
-    has read."""
+    """Tokens of a row, from `start` to `end` - 1, that all see each other. One forward must
+    therefore read all of them that no earlier forward has read."""
 
     start: int
     end: int
 
 
 def runs_of(spans: Sequence[ImageSpan]) -> tuple[ImageRun, ...]:
-    """Return the runs of a row. Images without a token between them are one run, as in
+    """Return the runs of a row. Adjacent images without a token between them form one run, as in
     transformers."""
     runs: list[ImageRun] = []
     for span in spans:
@@ -130,8 +145,8 @@ def runs_of(spans: Sequence[ImageSpan]) -> tuple[ImageRun, ...]:
 
 
 def last_seen(runs: Sequence[ImageRun], start: int, end: int) -> npt.NDArray[np.int64]:
-    """Return the position of the last token that each of a row's tokens from `start` to `end` sees,
-    [end - start]."""
+    """Return, for each of a row's tokens from `start` to `end` - 1, the position of the last token
+    that it sees, [end - start]."""
     positions = np.arange(start, end)
     for run in runs:
         positions[max(run.start - start, 0) : max(run.end - start, 0)] = run.end - 1
@@ -139,15 +154,18 @@ def last_seen(runs: Sequence[ImageRun], start: int, end: int) -> npt.NDArray[np.
 
 
 def rope_shift(spans: Sequence[ImageSpan]) -> int:
-    """Return what is added to the index of a token behind all images to get its rotary position, a
-    number of at most 0."""
+    """Return the number, at most 0, that is added to the index of a token after all images to get
+    its rotary position."""
     return -sum(span.skipped_positions for span in spans)
 
 
 def rope_positions(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDArray[np.int64]:
-    """Return the rotary positions of a row's tokens from `start` to `end`, [end - start, 3]: time,
-    row and column. Those of a text token are equal; an image stands at one time, and its rows and
-    columns count up from there (M-RoPE, Wang et al. 2024)."""
+    """Return the rotary positions of a row's tokens from `start` to `end` - 1: [end - start, 3] for
+    time, row and column (M-RoPE, Wang et al. 2024).
+
+    The three positions of a text token are equal. All tokens of an image have the same time; their
+    row and column count up from it.
+    """
     index = np.arange(start, end)
     positions = np.repeat(index[:, None], 3, axis=1)
     shift = 0

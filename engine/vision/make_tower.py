@@ -1,4 +1,4 @@
-"""Makes the vision tower that a configuration describes."""
+"""Makes the vision tower for a configuration. `CausalLM` calls `make_tower`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.engine.vision.windowed_tower import WindowedTower
 
 
 def make_tower(config: VisionConfig, *, where: Placement) -> VisionTower:
-    """Make a tower without values."""
+    """Make the tower for the type of `config`, with uninitialised weights."""
     if isinstance(config, SquareConfig):
         return SquareTower(config, where=where)
     if isinstance(config, AxialConfig):

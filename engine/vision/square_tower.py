@@ -1,4 +1,5 @@
-"""The vision tower of Gemma 3, whose images are squares of one size (SigLIP)."""
+"""The vision tower of Gemma 3, a SigLIP model: `SquareTower`. All images are squares of one
+size."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from batchgen.engine.vision.vision_tower import (
 
 
 class SplitAttention(VisionAttention):
-    """Attention whose projections of queries, keys and values are apart in checkpoints."""
+    """Attention whose query, key and value projections are separate weights in checkpoints."""
 
     checkpoint_names: Mapping[str, str] = {"proj": "out_proj"}
 
@@ -37,13 +38,13 @@ class SplitAttention(VisionAttention):
 
 
 class SquareMLP(VisionMLP):
-    """The MLP of a block, by the names of SigLIP."""
+    """The MLP of a block, with SigLIP's weight names."""
 
     checkpoint_names: Mapping[str, str] = {"linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
 class SquareBlock(VisionBlock):
-    """A block of the tower, by the names of SigLIP."""
+    """A block of the tower, with SigLIP's weight names."""
 
     checkpoint_names: Mapping[str, str] = {
         "norm1": "layer_norm1",
@@ -58,8 +59,8 @@ class SquareBlock(VisionBlock):
 
 
 class SoftProjection(Linear):
-    """The product that makes vectors of the decoder's size; checkpoints hold its weight as
-    [in_features, out_features]."""
+    """The linear layer from the tower's width to the decoder's hidden size. Checkpoints store its
+    weight transposed, as [in_features, out_features]."""
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight."""
@@ -68,8 +69,8 @@ class SoftProjection(Linear):
 
 
 class SquareTower(VisionTower):
-    """A transformer over the patches of images (SigLIP, Zhai et al. 2023, arXiv 2303.15343). The
-    patches of a square become one token, by their mean (Gemma 3, arXiv 2503.19786)."""
+    """The vision transformer SigLIP (Zhai et al. 2023, arXiv 2303.15343). After the blocks, each
+    square of merge_size² patches is averaged into one token (Gemma 3, arXiv 2503.19786)."""
 
     config: SquareConfig
     checkpoint_names: Mapping[str, str] = {
@@ -95,13 +96,13 @@ class SquareTower(VisionTower):
         self._places = torch.from_numpy(grid_places(*sides, config.merge_size)).to(where.device)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slot of the learned positions; the modules have their own."""
+        """Yield the slot of the learned positions; the submodules yield their own slots."""
         yield WeightSlot.plain(f"{path}.embeddings.position_embedding.weight", self.positions)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute features as `VisionTower.forward` says."""
+        """Compute features as described at `VisionTower.forward`."""
         x = self.embedded(images) + self.positions[self._places].repeat(len(images), 1)
-        # No pair of a head has an angle.
+        # [N, 0]: this tower has no rotary positions.
         angles = torch.empty((len(x), 0), device=self.device)
         segments = self.segments([len(self._places)] * len(images))
         layout = PatchPlaces(segments, angles, torch.arange(len(x), device=self.device))

@@ -1,7 +1,7 @@
-"""The order of an image's patches, and their positions in the vision towers.
+"""The order of an image's patches and their positions, for the vision towers.
 
-Everything here is computed on the host, per size of an image, in NumPy: torch would use all cores
-for a few thousand values, and waking them takes longer than the work.
+Positions are computed on the host, once per image size, in NumPy. torch would use all cores for a
+few thousand values, and waking the cores takes longer than the work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from batchgen.engine.vision.vision_config import HALVES, Colours
 
 _SIZES = 16
-"""How many sizes of images have their positions kept: a job's are often alike, and those of a
-thousand tokens take a megabyte and some milliseconds."""
+"""The number of image sizes whose positions are cached. The images of a job often have few sizes;
+the positions of an image of a thousand tokens take a megabyte and some milliseconds."""
 
 
 Ints = npt.NDArray[np.int64]
@@ -26,21 +26,25 @@ Floats = npt.NDArray[np.float32]
 
 
 class PatchPositions(NamedTuple):
-    """The positions of an image's N patches in Qwen3-VL's tower."""
+    """The positions of an image's N patches in `DeepstackTower`."""
 
-    taps: Ints  # [N, 4], the learned positions around each patch
-    weights: Floats  # [N, 4], their shares by bilinear interpolation
-    cos_sin: Floats  # [N, D], of the angles of a head's D/2 pairs, as for `apply_rotary`
+    taps: Ints  # [N, 4], the indices of the four learned positions around each patch
+    weights: Floats  # [N, 4], their weights in the bilinear interpolation
+    cos_sin: Floats  # [N, D], cosines, then sines, of a head's D/2 angles, as for `apply_rotary`
 
 
 @lru_cache(_SIZES)
 def patch_positions(
     rows: int, columns: int, merge: int, *, side: int, head_dim: int, theta: float
 ) -> PatchPositions:
-    """Compute the positions of a grid of patches. The patches of one token are neighbours.
+    """Compute the positions of a grid of rows × columns patches. The merge² patches of one token
+    are adjacent.
 
-    `side` is that of the square of learned positions, which is stretched over the grid, corner on
-    corner. Half of a head's pairs turn by a patch's row, the others by its column.
+    The grid of learned positions is stretched over the grid of patches, corner to corner. Half of a
+    head's pairs rotate by a patch's row, the others by its column.
+
+    Args:
+        side: the side of the square grid of learned positions.
     """
     row, column = _grid(rows, columns, merge)
     row_taps, row_weights = _taps(row, rows, side)
@@ -51,61 +55,61 @@ def patch_positions(
 
 
 def _cos_sin(row: Ints, column: Ints, head_dim: int, theta: float) -> Floats:
-    """Return the cosines, then the sines, [N, head_dim], that rotate the pairs of a head of the
-    patches at these rows and columns [N]: half of the pairs by the row, half by the column."""
+    """Return the cosines, then the sines, that rotate the pairs of a head, [N, head_dim]. Half of
+    the pairs rotate by the patches' rows [N], half by their columns [N]."""
     exponents = torch.arange(0, head_dim // 2, 2, device="cpu").float() / (head_dim // 2)
     frequencies = 1.0 / theta**exponents
-    # Of each row or column once; all patches would be two orders of magnitude more.
-    sides = torch.arange(1 + max(row.max(), column.max()), device="cpu").float()
-    angles = sides[:, None] * frequencies
+    # Computed once per row or column number; there are a hundred times as many patches.
+    numbers = torch.arange(1 + max(row.max(), column.max()), device="cpu").float()
+    angles = numbers[:, None] * frequencies
     cos, sin = angles.cos().numpy(), angles.sin().numpy()
     return np.concatenate((cos[row], cos[column], sin[row], sin[column]), axis=1)
 
 
 def grid_places(rows: int, columns: int, merge: int) -> Ints:
-    """Return the index of each patch, counted row by row, [N]. The patches of one token are
-    neighbours."""
+    """Return the row-major index of each patch, [N], in the order in which the patches of one token
+    are adjacent."""
     row, column = _grid(rows, columns, merge)
     return row * columns + column
 
 
 class AxialPositions(NamedTuple):
-    """The positions of an image's N patches in Gemma 4's tower."""
+    """The positions of an image's N patches in `AxialTower`."""
 
     rows: Ints  # [N]
     columns: Ints  # [N]
-    cos_sin: Floats  # [N, D], as `PatchPositions` has it
+    cos_sin: Floats  # [N, D], as in `PatchPositions`
 
 
 @lru_cache(_SIZES)
 def axial_positions(
     rows: int, columns: int, merge: int, *, head_dim: int, theta: float
 ) -> AxialPositions:
-    """Compute the positions of a grid of patches. The patches of one token are neighbours. Half of
-    a head's pairs turn by a patch's column, the others by its row."""
+    """Compute the positions of a grid of patches. The merge² patches of one token are adjacent.
+    Half of a head's pairs rotate by a patch's column, the others by its row."""
     row, column = _grid(rows, columns, merge)
     return AxialPositions(row, column, _cos_sin(column, row, head_dim, theta))
 
 
 class WindowPositions(NamedTuple):
-    """The order and the positions of an image's N patches in Qwen2.5-VL's tower."""
+    """The order and the positions of an image's N patches in `WindowedTower`."""
 
-    order: Ints  # [N / merge²], the tokens one window after another
-    lengths: tuple[int, ...]  # the patches of each window
-    cos_sin: Floats  # [N, D], in that order, as `PatchPositions` has it
+    order: Ints  # [N / merge²], token indices, one window after another
+    lengths: tuple[int, ...]  # the number of patches of each window
+    cos_sin: Floats  # [N, D], in the order of the windows, otherwise as in `PatchPositions`
 
 
 @lru_cache(_SIZES)
 def window_positions(
     rows: int, columns: int, merge: int, *, window: int, head_dim: int, theta: float
 ) -> WindowPositions:
-    """Cut a grid of patches into windows of `window` tokens each way, from its first corner on;
-    the last ones of a row or column of windows are smaller. The patches of one token are
-    neighbours."""
-    across = columns // merge
-    index = np.arange(rows // merge * across)
-    row, column = index // across, index % across
-    window_index = row // window * -(-across // window) + column // window
+    """Divide a grid of patches into windows of `window` × `window` tokens, starting at the top left
+    corner. Windows at the right and bottom edges may be smaller. The merge² patches of one token
+    are adjacent."""
+    columns_of_tokens = columns // merge
+    index = np.arange(rows // merge * columns_of_tokens)
+    row, column = index // columns_of_tokens, index % columns_of_tokens
+    window_index = row // window * -(-columns_of_tokens // window) + column // window
     order = window_index.argsort(kind="stable")
     lengths = tuple((np.bincount(window_index) * merge**2).tolist())
     cos_sin = _cos_sin(*_grid(rows, columns, merge), head_dim, theta)
@@ -114,7 +118,8 @@ def window_positions(
 
 
 def _grid(rows: int, columns: int, merge: int) -> tuple[Ints, Ints]:
-    """Return the row and the column of each patch [N], in the order of the patches."""
+    """Return the row and the column of each patch, [N] each. The merge² patches of one token are
+    adjacent."""
     block = (rows // merge, merge, columns // merge, merge)
     row, column = (
         axis.reshape(block).swapaxes(1, 2).ravel() for axis in np.indices((rows, columns))
@@ -123,8 +128,15 @@ def _grid(rows: int, columns: int, merge: int) -> tuple[Ints, Ints]:
 
 
 def _taps(index: Ints, size: int, side: int) -> tuple[Ints, Floats]:
-    """Return the two learned positions around each index [N] on an axis of `size` patches, and
-    their shares, both [N, 2]. The axis has `side` learned positions."""
+    """Find the two learned positions around each patch on one axis.
+
+    Returns their indices and their weights, both [N, 2].
+
+    Args:
+        index: [N], the patches' row (or column) numbers.
+        size: the number of patches along the axis.
+        side: the number of learned positions along the axis.
+    """
     source = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     floor = np.floor(source)
     upper = source - floor
@@ -133,8 +145,14 @@ def _taps(index: Ints, size: int, side: int) -> tuple[Ints, Floats]:
 
 
 def patches(pixels: Tensor, values: Tensor, patch: int, merge: int, frames: int) -> Tensor:
-    """Cut pixels [height, width, 3] uint8 into patches [N, 3 · frames · patch²], whose values are
-    `values` [3, 256] of the pixels' colours. All frames of a patch are alike."""
+    """Cut an image into patches [N, 3 · frames · patch²], with equal values in all frames.
+
+    Args:
+        pixels: [height, width, 3] uint8.
+        values: [3, 256], the normalised value of each colour value, from `normalised_values`.
+        patch: the side of a patch in pixels.
+        merge: the side of a token's square in patches.
+    """
     height, width, _ = pixels.shape
     block = (height // patch // merge, merge, patch, width // patch // merge, merge, patch, 3)
     colour = torch.arange(3, device=values.device)
@@ -145,8 +163,10 @@ def patches(pixels: Tensor, values: Tensor, patch: int, merge: int, frames: int)
 
 
 def normalised_values(colours: Colours = HALVES) -> Tensor:
-    """Return what each value of a pixel becomes in each colour, [3, 256] float32 on the CPU:
-    (u/255 - mean)/std. The table has the same bits on every device; a GPU would multiply by a
-    rounded 1/255."""
-    mean, std = (torch.tensor(each, device="cpu")[:, None] for each in colours)
+    """Return the normalised value (u/255 - mean)/std of each colour value u: [3, 256] float32, on
+    the CPU.
+
+    The table has the same bits on every device; a GPU would multiply by a rounded 1/255.
+    """
+    mean, std = (torch.tensor(values, device="cpu")[:, None] for values in colours)
     return (torch.arange(256, device="cpu").float() / 255 - mean) / std

@@ -1,4 +1,5 @@
-"""What vision towers are made of. A tower makes features of images for a decoder."""
+"""The base class of vision towers, which compute the features of images for a decoder, and the
+layers that several towers share."""
 
 from __future__ import annotations
 
@@ -60,8 +61,11 @@ class VisionMLP(nn.Module):
 
 
 class PatchEmbedding(Linear):
-    """The product that makes vectors of patches, which checkpoints call `name`. They hold its
-    weight as a convolution's, [width, 3, frames, patch, patch] or without frames."""
+    """The linear layer that embeds patches.
+
+    Checkpoints store its weight under `name`, in the shape of a convolution: [width, 3, frames,
+    patch, patch], or without the axis of frames.
+    """
 
     def __init__(
         self, config: VisionConfig, *, bias: bool, where: Placement, name: str = "proj"
@@ -72,27 +76,28 @@ class PatchEmbedding(Linear):
         self._name = name
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of the weight, of which every patch's values are one axis, and bias."""
+        """Yield the slots of the weight, flattened to [width, values of a patch], and of the
+        bias."""
         name = f"{path}.{self._name}.weight"
         yield WeightSlot(self.weight, (name,), (name,), lambda weights: self.flat(weights[name]))
         if self.bias is not None:
             yield WeightSlot.plain(f"{path}.{self._name}.bias", self.bias)
 
     def flat(self, weight: Tensor) -> Tensor:
-        """Make the weight [width, 3 · frames · patch²] of a checkpoint's."""
+        """Flatten a checkpoint's weight to [width, 3 · frames · patch²]."""
         return weight.flatten(1)
 
 
 class PatchPlaces(NamedTuple):
-    """What attention needs to know about the N patches of all images."""
+    """The arguments of attention for the N patches of all images."""
 
-    segments: Segments  # the patches that see each other
-    cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
-    slots: Tensor  # [N] int64, their numbers
+    segments: Segments  # runs of patches that see each other
+    cos_sin: Tensor  # [N, D] float32, as in `PatchPositions`
+    slots: Tensor  # [N] int64, 0 to N - 1: the KV slots of the patches
 
 
 class VisionAttention(nn.Module):
-    """Multi-head attention of the patches of a segment over each other, with rotary positions."""
+    """Multi-head attention, with rotary positions, among the patches of each segment."""
 
     def __init__(self, config: VisionConfig, *, where: Placement) -> None:
         super().__init__()
@@ -101,13 +106,14 @@ class VisionAttention(nn.Module):
         self._heads = config.num_heads
 
     def make_qkv(self, config: VisionConfig, where: Placement) -> Linear:
-        """Make what computes queries, keys and values of patches."""
+        """Make the layer that computes the queries, keys and values of patches."""
         return Linear(config.width, 3 * config.width, bias=True, quantisable=False, where=where)
 
     def forward(self, x: Tensor, layout: PatchPlaces) -> Tensor:
         """Compute [N, width] from the patches [N, width] of all images."""
         qkv, heads = self.qkv(x), self._heads
-        # A paged cache of one block, for this forward alone: one launch rotates and writes.
+        # A paged cache of one block, for this forward only, so that one launch rotates and
+        # stores keys.
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
         q = prepare_qkv(qkv, None, None, EPS, layout.cos_sin, cache, layout.slots, heads, heads)
         k, v = (part.squeeze(1).transpose(0, 1) for part in (cache.key, cache.value))
@@ -116,7 +122,8 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and MLP, each behind a norm and added to what it reads."""
+    """A transformer block: attention and an MLP, each with a norm before it and a residual
+    connection."""
 
     def __init__(
         self, norms: tuple[nn.Module, nn.Module], attention: VisionAttention, mlp: nn.Module
@@ -135,13 +142,17 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module, ABC):
     """A transformer over the patches of images.
 
-    Every product goes through `Linear`, and attention takes each image by itself, so on a CPU an
-    image's features have the same bits whatever other images are computed with it.
+    All linear layers are `Linear`, and attention computes each image separately. So on a CPU the
+    bits of an image's features do not depend on the other images of a call.
+
+    Args:
+        config: the tower's configuration.
+        patch_embed: the layer that embeds patches.
     """
 
     planes = 1
-    """How many vectors each token has: one that stands in place of its embedding, and those that
-    the first layers of the decoder add."""
+    """The number of feature vectors per token: one replaces the token's embedding, and each further
+    one is added by one of the decoder's first layers."""
 
     def __init__(
         self, config: VisionConfig, patch_embed: PatchEmbedding, *, where: Placement
@@ -154,17 +165,20 @@ class VisionTower(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute the features of images, whose pixels are [height, width, 3] uint8 on the device.
+        """Compute the features of images.
 
-        Returns [planes, T, out_size] of the images' T tokens, one image after another.
+        Args:
+            images: pixels [height, width, 3] uint8 on the device.
+
+        Returns [planes, T, out_size] for the images' T tokens, one image after another.
         """
 
     def feature_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the features of images with a number of tokens."""
+        """Return the bytes of the features of `num_tokens` image tokens."""
         return num_tokens * self.planes * self.config.out_size * self.dtype.itemsize
 
     def embedded(self, images: Sequence[Tensor]) -> Tensor:
-        """Make vectors [N, width] of the patches of images."""
+        """Cut images into N patches and embed them, [N, width]."""
         config = self.config
         cut = (config.patch_size, config.merge_size, config.temporal_size)
         values = torch.cat([patches(image, self._values, *cut) for image in images])
@@ -172,16 +186,17 @@ class VisionTower(nn.Module, ABC):
         return embedded
 
     def grid(self, image: Tensor) -> tuple[int, int, int]:
-        """Return the rows and columns of an image's patches, and those of a token's side."""
+        """Return the rows and the columns of an image's grid of patches, and `merge_size`."""
         size, (height, width, _) = self.config.patch_size, image.shape
         return height // size, width // size, self.config.merge_size
 
     def segments(self, lengths: Sequence[int]) -> Segments:
-        """Make segments of these numbers of patches."""
+        """Make consecutive segments with these numbers of patches."""
         starts = upload([0, *accumulate(lengths)], torch.int32, self.device)
         return Segments(tuple(lengths), starts)
 
     def uploaded(self, parts: Sequence[npt.NDArray[Any]]) -> Tensor:
-        """Join arrays of the images along their first axis, and copy them to the device."""
+        """Concatenate arrays, one per image, along their first axis, and copy the result to the
+        device."""
         joined = np.concatenate(parts)
         return upload(joined, torch.from_numpy(joined).dtype, self.device)

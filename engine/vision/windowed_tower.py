@@ -1,4 +1,5 @@
-"""The vision tower of Qwen2.5-VL, in most of whose blocks patches see a window of their image."""
+"""The vision tower of Qwen2.5-VL: `WindowedTower`. In most of its blocks a patch sees only its
+window of the image."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from batchgen.kernels.layers.elementwise import gelu
 
 
 class GatedVisionMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) with biases, of [N, width]."""
+    """The gated MLP down(silu(gate(x)) · up(x)) of patches [N, width], with biases."""
 
     def __init__(self, config: WindowedConfig, *, where: Placement) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class GatedVisionMLP(nn.Module):
 
 
 class WindowedMerger(nn.Module):
-    """Makes one vector of the decoder's size of each square of patches."""
+    """An MLP that turns each square of merge_size² patches into one vector of the decoder's hidden
+    size."""
 
     def __init__(self, config: WindowedConfig, *, where: Placement) -> None:
         super().__init__()
@@ -63,10 +65,10 @@ class WindowedMerger(nn.Module):
 
 
 class WindowedTower(VisionTower):
-    """A transformer over the patches of images (Qwen2.5-VL, Bai et al. 2025, arXiv 2502.13923).
+    """The vision transformer of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923).
 
-    Patches stand one window after another, so that those of a window are a segment; the features
-    of tokens are put back in order at the end.
+    Patches are ordered by window, so that each window is a segment of consecutive patches. The
+    tokens' features are put back into image order at the end.
     """
 
     config: WindowedConfig
@@ -77,7 +79,7 @@ class WindowedTower(VisionTower):
         self.merger = WindowedMerger(config, where=where)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute features as `VisionTower.forward` says."""
+        """Compute features as described at `VisionTower.forward`."""
         positions = [self._positions(image) for image in images]
         orders, first = [], 0
         for position in positions:

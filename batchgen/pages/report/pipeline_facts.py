@@ -1,4 +1,5 @@
-"""The facts that pages about a pipeline show: its steps, what they read, and its exports."""
+"""Collects the facts that pages about a pipeline show: its steps, what each step reads, and its
+exports. The entry point is `PipelineFacts.of`."""
 
 from __future__ import annotations
 
@@ -14,14 +15,20 @@ from batchgen.util.errors import JobError
 from batchgen.util.text.text_table import size_text
 
 _MOST_COUNTED = 2**27
-"""Bytes of a file whose lines are counted."""
+"""The maximum bytes of a file whose lines are counted."""
 _JSON_LINES = ".jsonl"
 
 
 @dataclass(frozen=True)
 class ExportedSet:
-    """An export of the pipeline: the name of its file or folder, its step, its format (empty for
-    unchanged columns), and its size."""
+    """An export of the pipeline.
+
+    Attributes:
+        name: the name of its file or folder.
+        step: the step whose rows were exported.
+        kind: its format; empty for unchanged columns.
+        extent: its number of rows or its size, as a text.
+    """
 
     name: str
     step: str
@@ -35,9 +42,9 @@ class PipelineFacts:
 
     Attributes:
         steps: the current steps in topological order.
-        parents: by step, the steps that it reads.
-        sets: what was exported.
-        old: the names of the folders of older versions.
+        parents: for each step, the steps that it reads.
+        sets: the exports.
+        old: the names of the folders of older versions of steps.
     """
 
     steps: Sequence[StepCounts]
@@ -47,7 +54,7 @@ class PipelineFacts:
 
     @classmethod
     def of(cls, out: Path) -> PipelineFacts | None:
-        """The pipeline in a folder; None if there is none."""
+        """Read the pipeline in a folder; None if the folder has no pipeline."""
         record = find_record(str(out))
         if record is None:
             return None
@@ -59,7 +66,8 @@ class PipelineFacts:
 
     @property
     def changes(self) -> list[tuple[str, str, int, str]]:
-        """Step, `made` or `dropped`, how many rows, and by what."""
+        """The changes in the number of rows: the step, `made` or `dropped`, the number of rows, and
+        the filter or row step."""
         return [
             (step.name, verb, count, what)
             for step in self.steps
@@ -69,7 +77,7 @@ class PipelineFacts:
 
 
 def _parents(record: PipelineRecord, step: str, current: Mapping[str, str]) -> list[str]:
-    """The steps that the current version of a step reads."""
+    """Return the steps that the current version of a step reads."""
     known = record.steps[step]
     assert known.current is not None
     return [name for name in known.versions[known.current].parents if name in current]
@@ -91,7 +99,7 @@ def _sets(out: Path) -> Iterator[ExportedSet]:
 
 
 def _extent(path: Path) -> str:
-    """How many rows a file of JSON lines has, or the size of another file."""
+    """Return the number of rows of a file of JSON lines, or the size of another file, as a text."""
     if path.is_dir():
         return "a folder"
     known = path.stat().st_size

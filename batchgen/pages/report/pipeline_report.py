@@ -1,4 +1,5 @@
-"""Writes the page about a pipeline: its steps as a graph, their costs, samples, and exports."""
+"""Writes the page about a pipeline: its steps as a graph, their costs, sample rows, and the
+exports. The entry point is `write_report`."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ from batchgen.util.shorten import short_name
 from batchgen.util.text.text_table import counted
 
 _SAMPLES = 3
-"""Rows of each step that the page has: the first, one in the middle, and the last."""
+"""The number of sample rows of each step: the first, one in the middle, and the last."""
 _LIMITS = PageLimits(text=2_000, tokens=0)
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """A row of a step."""
+    """A sample row of a step.
+
+    Attributes:
+        gist: a short text in the row's heading.
+        html: the content below the heading.
+    """
 
     facts: RowFacts
     gist: str
@@ -43,10 +49,10 @@ class StepSample:
 
 
 def write_report(out: Path, display_name: str) -> Path:
-    """Write the page about a pipeline, with a link to the report of each step; returns its path.
+    """Write the page about a pipeline, with links to the reports of its steps, and return its path.
 
     Raises:
-        ConfigError: the folder is not one of a pipeline.
+        ConfigError: the folder has no pipeline.
     """
     facts = PipelineFacts.of(out)
     if facts is None:
@@ -66,7 +72,12 @@ def pipeline_html(
     linked: Sequence[str] = (),
     samples: dict[str, list[StepSample]] | None = None,
 ) -> str:
-    """The text of the page; steps with the names in `linked` have reports of their own."""
+    """Return the HTML of the page.
+
+    Args:
+        linked: the names of the steps that have a report.
+        samples: sample rows, by the step's name.
+    """
     states = sorted({step.state for step in facts.steps})
     about = [counted(len(facts.steps), "step"), ", ".join(states)]
     return page_html(
@@ -88,7 +99,7 @@ def pipeline_html(
 
 
 def _headline(facts: PipelineFacts) -> list[Fact]:
-    """The numbers at the top of the page."""
+    """Return the figures at the top of the page."""
     first = [s.read for s in facts.steps if not facts.parents[s.name] and s.read is not None]
     last = facts.steps[-1:]
     headline = [Fact("questions", f"{max(first):,}", "rows of the data set")] if first else []
@@ -102,7 +113,8 @@ def _headline(facts: PipelineFacts) -> list[Fact]:
 
 
 def _costs(steps: Sequence[StepCounts]) -> Iterator[Chart]:
-    """What each step took of the device, and its price where that is known."""
+    """Yield a chart of the device time of each step, with prices where they are known; nothing if
+    no time was measured."""
     took = {step.name: step.device_s for step in steps if step.device_s}
     if not took:
         return
@@ -117,7 +129,7 @@ def _costs(steps: Sequence[StepCounts]) -> Iterator[Chart]:
 
 
 def _samples(folder: Path, step: str) -> list[StepSample]:
-    """Some rows of a step; none of one that has not begun, or is damaged."""
+    """Return sample rows of a step; none if the step has not begun or is damaged."""
     try:
         reader = JobFolderReader(folder)
         data, config = JobData(reader), reader.config

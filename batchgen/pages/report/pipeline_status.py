@@ -18,13 +18,13 @@ _STALE_AFTER = 60.0
 
 
 def pipeline_counts(out: str) -> list[StepCounts]:
-    """The counts of the current steps of the pipeline in a folder, a path or URL."""
+    """Return the counts of the current steps of the pipeline in a folder, a path or URL."""
     record = find_record(out)
     return [] if record is None else funnel(out, record.current)
 
 
 def status_text(out: str) -> Iterator[str]:
-    """The funnel, and a line for each step that has begun and is not complete."""
+    """Yield the funnel as a table, and a line for each step that has begun and is not complete."""
     steps = pipeline_counts(out)
     yield funnel_table(steps)
     for step in steps:
@@ -33,7 +33,7 @@ def status_text(out: str) -> Iterator[str]:
 
 
 def statuses(out: str) -> Mapping[str, Status]:
-    """The workers of each step that has begun, by the step's name."""
+    """Return the workers of each step that has begun, by the step's name."""
     result = {}
     for step in pipeline_counts(out):
         try:
@@ -46,7 +46,8 @@ def statuses(out: str) -> Mapping[str, Status]:
 
 
 def summary(out: str) -> dict[str, Any]:
-    """The counts and the workers of each step as plain values for JSON, by the step's name."""
+    """Return the counts and the workers of each step as plain values for JSON, by the step's
+    name."""
     workers = statuses(out)
     return {
         step.name: {

@@ -1,4 +1,5 @@
-"""Counts the scores that a classifier or reward model gave to rows, class by class."""
+"""Collects statistics of the scores that a classifier or reward model gave to rows, class by class.
+The report shows them."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ MOST_CLASSES = 100
 
 
 class ClassScores:
-    """Counts the scores of each class; rows with an error have none.
+    """Statistics of the scores of each class. Rows with an error have no scores.
 
     Attributes:
-        labels: the names of the classes; none before the first row.
+        labels: the names of the classes; empty before the first row.
         rows: how many rows have scores.
     """
 
@@ -28,7 +29,7 @@ class ClassScores:
         self._sums = self._low = self._high = np.zeros(0)
 
     def add(self, table: pa.Table) -> None:
-        """Count the rows of a table, if it has a column of scores that a job has made."""
+        """Add the rows of a table, if it has a column of class scores."""
         names = table.column_names
         labels = class_labels(table.field(CLASS_SCORES)) if CLASS_SCORES in names else []
         if not labels:
@@ -49,12 +50,12 @@ class ClassScores:
 
     @property
     def best(self) -> dict[str, int]:
-        """In how many rows each class has the highest score."""
+        """The number of rows in which a class has the highest score, by the class's name."""
         counts = enumerate(self._best.tolist())
         return {self._label(number): count for number, count in counts if count}
 
     def table(self) -> list[tuple[str, ...]]:
-        """A line for each of the first classes."""
+        """Return a line for each of the first MOST_CLASSES classes, with the columns of HEADER."""
         means = self._sums / max(self.rows, 1)
         return [
             (
@@ -66,6 +67,6 @@ class ClassScores:
         ]
 
     def _label(self, number: int) -> str:
-        """A class's name, with its number if another class has the same."""
+        """Return a class's name, with its number if another class has the same name."""
         label = self.labels[number]
         return label if self.labels.count(label) == 1 else f"{label} ({number})"

@@ -23,7 +23,7 @@ MARK, ANSWER, ANSWER_KEY, GRADE_ERROR = (
     PREFIX + name for name in ("mark", "answer", "answer_key", "grade_error")
 )
 _KEPT = 4
-"""Shards whose grades stay in memory."""
+"""The number of shards whose grades stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class _Part:
 
 
 class ShardGrades:
-    """The grades of a job by shard and row.
+    """The grades of a job, by shard and row.
 
-    Rows without grades have nulls in their place: rows of a shard that is not complete, or that was
-    written anew after its grades.
+    A row without grades gets nulls. These are the rows of a shard that is not complete, or that was
+    rewritten after it was graded.
     """
 
     def __init__(self, job: Path) -> None:
@@ -48,7 +48,7 @@ class ShardGrades:
         self._fields: tuple[int, list[pa.Field]] = (0, [])
 
     def fields(self) -> list[pa.Field]:
-        """The columns of the grades, with PREFIX; empty without grades."""
+        """Return the columns of the grades, with PREFIX; empty without grades."""
         path = self._job.path
         changed = path.stat().st_mtime_ns if path.is_dir() else 0
         if changed != self._fields[0]:
@@ -60,12 +60,12 @@ class ShardGrades:
     def of(
         self, shard: int, keys: npt.NDArray[np.int64], columns: Sequence[str], *, is_open: bool
     ) -> pa.Table:
-        """[R] Some columns of the grades of the rows with these `row_keys`.
+        """Return columns of the grades of the R rows with these `row_keys`, in their order.
 
         Args:
-            columns: their names, with PREFIX.
-            is_open: whether rows of the shard stand in journals; any of these may be newer than its
-                grades, so none counts as graded.
+            columns: the names of the columns, with PREFIX.
+            is_open: whether rows of the shard are in journals. Any of these rows may be newer than
+                its grades, so none counts as graded.
         """
         fields = [field for field in self.fields() if field.name in columns]
         names = [field.name.removeprefix(PREFIX) for field in fields]
@@ -85,26 +85,27 @@ class ShardGrades:
         return pa.table(arrays, schema=pa.schema(fields))
 
     def _part(self, shard: int, columns: Sequence[str]) -> _Part | None:
-        """Columns of the grades of a shard; None if there are none of its rows."""
+        """Return columns of the grades of a shard; None if there are no grades of its current
+        rows."""
         rows, path = shard_path(self._job.job / "data", shard), shard_path(self._job.path, shard)
         try:
             stats = rows.stat(), path.stat()
         except FileNotFoundError:
             return None
         stamps = (shard, *(n for stat in stats for n in (stat.st_mtime_ns, stat.st_size)))
-        known = self._parts.get(stamps)
-        if known is not None and known.table.column_names == list(columns):
-            return known
-        # A shard that is older than its grades is the one that they were made of. Else the folder
-        # may just have been copied, and its bytes have to say it.
+        cached = self._parts.get(stamps)
+        if cached is not None and cached.table.column_names == list(columns):
+            return cached
+        # Grades that are newer than their shard were made of it. Otherwise the folder may just have
+        # been copied, so the digest that the grades record is compared.
         if stats[0].st_mtime_ns > stats[1].st_mtime_ns and not self._job.part(shard).is_of_shard:
             return None
         with CheckedFile(path) as file:
-            there = [name for name in columns if name in file.schema.names]
-            table = file.read([*KEYS, *there])
+            columns_present = [name for name in columns if name in file.schema.names]
+            table = file.read([*KEYS, *columns_present])
         if not table.num_rows:
             return None
         while len(self._parts) >= _KEPT:
             del self._parts[next(iter(self._parts))]
-        part = self._parts[stamps] = _Part(row_keys(table), table.select(there))
+        part = self._parts[stamps] = _Part(row_keys(table), table.select(columns_present))
         return part

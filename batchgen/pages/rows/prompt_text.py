@@ -13,7 +13,7 @@ from batchgen.util.templates.used_columns import prompt_templates, used_columns
 from batchgen.util.text.row_json import plain_text
 
 Part = tuple[str, str]
-"""The role of a speaker or the name of a column, and the text."""
+"""The speaker's role or the column's name, and the text."""
 
 
 class PromptText:
@@ -47,7 +47,7 @@ class PromptText:
             return []
 
     def parts(self, row: Mapping[str, Any]) -> list[Part]:
-        """The prompt of a row; empty if nothing is known of it."""
+        """Return the prompt of a row, in parts; empty if nothing is known of it."""
         ids = row.get("prompt_token_ids")
         if ids is not None and self._decode is not None:
             return [("prompt", self._decode([int(id) for id in ids]))]
@@ -60,7 +60,7 @@ class PromptText:
         ]
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Part]:
-        """The messages that a column holds."""
+        """Return the messages in the column of a conversation."""
         value: Any = row
         for key in (self._messages or "").split("."):
             value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,4 +1,5 @@
-"""Looks up the name of a decoding step for pages, such as "denoise step"."""
+"""Looks up the name of a decoding step for pages, such as "denoise step". The pages of rows and
+tokens call `step_name`."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from typing import Any
 from batchgen.config.groups.class_names import class_path
 
 _OF_BATCHGEN = re.compile(r"batchgen\.strategies\.[a-z_]+(?=\.strategy\.\w+$)", re.ASCII)
+"""The package of a strategy of batchgen, in the path of the strategy's class."""
 
 
 def step_name(config: Mapping[str, Any]) -> str:
-    """The name of a step by the job's `config`, with which its folder may lie.
+    """Return the name of a step of a job with this configuration.
 
-    It is the constant STEP_NAME of the module `step_name` beside the strategy's own, which needs no
-    torch. Only modules of batchgen are imported; steps of other strategies are "steps".
+    The name is the constant STEP_NAME of the module `step_name` in the strategy's package; this
+    module does not import torch. The configuration comes from the job's folder and is not trusted,
+    so only modules of batchgen are imported. The name for other strategies is "step".
     """
     target = class_path(str((config.get("strategy") or {}).get("_target_", "")))
     if (folder := _OF_BATCHGEN.match(target)) is None:
