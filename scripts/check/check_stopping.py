@@ -1,5 +1,9 @@
-"""Computes how good the scores of rows are that `sampling.until.width` stopped early: the figures
-of docs/benchmarks/checks.md. Ends of a row are enumerated, and whole exams are simulated.
+"""Computes the bias and the error of scores when `sampling.until.width` stops rows early: the
+figures of docs/benchmarks/checks.md.
+
+A first table enumerates every way in which one row can end. A second one simulates whole exams. Both
+compare the plain estimates, which treat the number of samples as fixed, with the unbiased estimates
+of batchgen (`stopped_rows.py`).
 
     python scripts/check/check_stopping.py
 """
@@ -21,11 +25,19 @@ from batchgen.storage.shards.enough import Enough
 
 RATES = (0.02, 0.1, 0.3, 0.5, 0.8, 0.95)
 _Z = 1.959963984540054
+"""The normal quantile of a 95% interval."""
+_BETA = 0.8, 0.6
+"""The rates of an exam's questions are drawn from this beta distribution."""
 
 
 class End(NamedTuple):
-    """A way in which a row can end: after `n` samples of which `valid` are valid, by `orders` of
-    them."""
+    """A way in which a row can end.
+
+    Attributes:
+        n: the number of samples.
+        valid: how many of these are valid.
+        orders: how many sequences of valid and invalid samples end the row here.
+    """
 
     n: int
     valid: int
@@ -38,50 +50,63 @@ class End(NamedTuple):
 
 def ends(rule: Enough) -> Iterator[End]:
     """Enumerate all ends of a row."""
-    going = np.ones(1)
+    # Entry v: the number of sequences with v valid samples that have not stopped the row.
+    open_orders = np.ones(1)
     for n in range(1, rule.most + 1):
         orders = np.zeros(n + 1)
-        orders[:n] += going
-        orders[1:] += going
+        orders[:n] += open_orders  # the next sample is invalid
+        orders[1:] += open_orders  # the next sample is valid
         stops = rule.is_reached(np.arange(n + 1), np.full(n + 1, n)) | (n == rule.most)
         for valid in np.flatnonzero(stops & (orders > 0)):
             yield End(n, int(valid), float(orders[valid]))
-        going = np.where(stops, 0.0, orders)
+        open_orders = np.where(stops, 0.0, orders)
 
 
 def exact(rule: Enough, rate: float) -> list[str]:
-    """A row of the table: how a row does whose samples are valid at this rate."""
-    found = [(end, end.chance(rate)) for end in ends(rule)]
-    shares = {end: end.valid / end.n for end, _ in found}
-    means = {end: float(first_valid(rule, end.n, end.valid)[1][1]) for end, _ in found}
+    """Return the cells of a line of the first table: the expected number of samples, biases, root
+    mean square errors and the coverage of the interval, for a row whose samples are valid at
+    `rate`."""
+    chances = [(end, end.chance(rate)) for end in ends(rule)]
+    shares = {end: end.valid / end.n for end, _ in chances}
+    unbiased = {end: _first_sample_valid(rule, end) for end, _ in chances}
 
     def error(values: dict[End, float]) -> tuple[float, float]:
-        bias = sum(chance * (values[end] - rate) for end, chance in found)
-        return bias, math.sqrt(sum(chance * (values[end] - rate) ** 2 for end, chance in found))
+        bias = sum(chance * (values[end] - rate) for end, chance in chances)
+        return bias, math.sqrt(sum(chance * (values[end] - rate) ** 2 for end, chance in chances))
 
-    held = sum(chance for end, chance in found if _holds(end, rate))
-    number = sum(chance * end.n for end, chance in found)
-    (of_share, off_share), (of_mean, off_mean) = error(shares), error(means)
-    first = math.sqrt(rate * (1 - rate) / rule.fewest)
+    coverage = sum(chance for end, chance in chances if _interval_holds(end, rate))
+    samples = sum(chance * end.n for end, chance in chances)
+    (share_bias, share_error), (our_bias, our_error) = error(shares), error(unbiased)
+    first_error = math.sqrt(rate * (1 - rate) / rule.fewest)
+    # Our bias is 0 up to rounding, whose sign says nothing.
     return [
-        f"{rate:g}", f"{number:.1f}", f"{of_share:+.3f}", f"{abs(of_mean):.3f}",
-        f"{off_share:.3f}", f"{off_mean:.3f}", f"{first:.3f}", f"{held:.3f}",
+        f"{rate:g}", f"{samples:.1f}", f"{share_bias:+.3f}", f"{abs(our_bias):.3f}",
+        f"{share_error:.3f}", f"{our_error:.3f}", f"{first_error:.3f}", f"{coverage:.3f}",
     ]  # fmt: skip
 
 
+def _first_sample_valid(rule: Enough, end: End) -> float:
+    """Return the probability that the first sample of a row with this end is valid, which is the
+    unbiased estimate of the rate."""
+    _, of_first = first_valid(rule, end.n, end.valid)[:2]
+    return float(of_first[1])
+
+
 def pass_bias(rule: Enough, rate: float, k: int) -> tuple[float, float]:
-    """How far the mean of two estimates of pass@k is from the truth: of the one that is made from
-    all samples as if their number were fixed, and of ours."""
-    plain = own = 0.0
+    """Return the biases of two estimates of pass@k: of the plain one, which treats the number of
+    samples as fixed, and of ours."""
+    plain = ours = 0.0
     for end in ends(rule):
-        none = comb(end.n - end.valid, k) / comb(end.n, k)
-        plain += end.chance(rate) * (1 - none)
-        own += end.chance(rate) * (1 - float(first_valid(rule, end.n, end.valid)[k][0]))
+        none_of_k = comb(end.n - end.valid, k) / comb(end.n, k)
+        of_first_k = first_valid(rule, end.n, end.valid)[k]  # by the number of valid samples
+        plain += end.chance(rate) * (1 - none_of_k)
+        ours += end.chance(rate) * (1 - float(of_first_k[0]))
     truth = 1 - (1 - rate) ** k
-    return plain - truth, own - truth
+    return plain - truth, ours - truth
 
 
-def _holds(end: End, rate: float) -> bool:
+def _interval_holds(end: End, rate: float) -> bool:
+    """Whether the 95% interval of this end contains the rate (Wilson 1927)."""
     share = end.valid / end.n
     size = 1 + _Z * _Z / end.n
     centre = (share + _Z * _Z / (2 * end.n)) / size
@@ -90,25 +115,33 @@ def _holds(end: End, rate: float) -> bool:
 
 
 def exam(rule: Enough, rates: np.ndarray, rng: np.random.Generator) -> Marks:
-    """Draw the marks of an exam whose questions are answered right at these rates."""
-    shape = (len(rates), rule.most)
+    """Draw the marks of an exam, whose question i is answered right at the rate `rates[i]`."""
+    count, shape = len(rates), (len(rates), rule.most)
     right = rng.random(shape) < rates[:, None]
-    every = np.ones(shape, np.bool_)
-    kept = rule.num_kept(every, right, np.zeros(shape, np.bool_))
-    there = np.arange(rule.most) < kept[:, None]
-    ids = tuple(map(str, range(len(rates))))
-    none = np.zeros(shape, np.int64)
+    all_samples, no_errors = np.ones(shape, np.bool_), np.zeros(shape, np.bool_)
+    num_kept = rule.num_kept(all_samples, right, no_errors)
+    present = np.arange(rule.most) < num_kept[:, None]
     return Marks(
-        ids, np.where(there, right, np.nan), none, none, there, (None,) * len(rates),
-        np.arange(len(rates)), np.full(len(rates), np.nan), StoppedRows(rule, there, right),
-    )  # fmt: skip
+        row_ids=tuple(map(str, range(count))),
+        marks=np.where(present, right, np.nan),
+        keys=np.zeros(shape, np.int64),
+        kinds=np.zeros(shape, np.int64),
+        present=present,
+        subsets=(None,) * count,
+        clusters=np.arange(count),
+        chance=np.full(count, np.nan),
+        stopped=StoppedRows(rule, present, right),
+    )
 
 
 def simulated(rule: Enough, questions: int, exams: int, rng: np.random.Generator) -> list[str]:
-    """Return how often the confidence intervals of an exam's score contain the true value."""
+    """Return the cells of a line of the second table: the mean errors of an exam's score and of its
+    pass@4, and how often the intervals for new questions and for the same questions contain the
+    true value."""
     scores, passes, new, same = list[float](), list[float](), 0, 0
+    mean_rate = _BETA[0] / sum(_BETA)
     for _ in range(exams):
-        rates = rng.beta(0.8, 0.6, questions)
+        rates = rng.beta(*_BETA, questions)
         marks = exam(rule, rates, rng)
         means = avg_at(marks)
         scores.append(float(means.mean() - rates.mean()))
@@ -116,7 +149,7 @@ def simulated(rule: Enough, questions: int, exams: int, rng: np.random.Generator
         of_new = population_interval(means, marks.clusters)
         of_same = same_questions_interval(marks)
         assert of_new is not None and of_same is not None
-        new += of_new.low <= 0.8 / 1.4 <= of_new.high
+        new += of_new.low <= mean_rate <= of_new.high
         same += of_same.low <= rates.mean() <= of_same.high
     return [
         f"{questions}", f"{np.mean(scores):+.4f}", f"{np.mean(passes):+.4f}",

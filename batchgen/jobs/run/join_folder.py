@@ -26,8 +26,9 @@ from batchgen.util.errors import FolderLost, JobError
 from batchgen.util.signals import JobStopped
 
 _OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
-"""How long a worker waits, at least, for the worker that opens the folder. The second time is for
-jobs with row steps, which must go through the whole data set first."""
+"""The seconds that a worker waits for the worker that opens the folder, or `workers.stale_after` if
+that is longer. The second number is for jobs with row steps, which must first go through the whole
+data set."""
 
 
 def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> JobFolder:
@@ -37,25 +38,26 @@ def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema)
         ConfigError: the folder holds another job, or rows that have changed in the data set.
     """
     storage, source = open_storage(config.output.dir, config.workers), parts.source
-    data, indexed = source.data, source.data is not source
-    data.learn()
+    # A source with row steps has another source, the data set, below it.
+    data, has_row_steps = source.data, source.data is not source
+    data.learn()  # which rows have arrived, if another job still writes the data set
     lacks_rows = data.follows and data.num_rows is None
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(content_of(source, parts.prompt), stop),
         # The rows that row steps choose are not known before the folder is open.
-        changed_row=_no_row if indexed else partial(changed_row, storage, source),
+        changed_row=_no_row if has_row_steps else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,
-        wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
+        wait=max(_INDEX_SECONDS if has_row_steps else _OPENING_SECONDS, config.workers.stale_after),
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
         follows=data.follows,
         lacks_rows=lacks_rows,
     )
     try:
-        finished = partial(finished_rows, storage)
-        source.open_index(storage, alone=folder.exclusive, finished=finished)
+        rows_of_job = partial(finished_rows, storage)
+        source.open_index(storage, alone=folder.exclusive, finished=rows_of_job)
         if folder.exclusive and not lacks_rows:
             refuse_shrinking(storage, max_rows(config, source.num_rows))
     except BaseException:
@@ -65,13 +67,13 @@ def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema)
 
 
 def _no_row(first: int, last: int) -> None:
-    """Find no changed row; stands in for `changed_row`."""
+    """Find no changed row: used instead of `changed_row` where row steps choose the rows."""
 
 
 @contextmanager
 def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
-    """Be one of the workers of the folder within the context; the others can see how this worker
-    ended."""
+    """Register this process as a worker of the folder within the context. At its end, record how
+    the worker ended, for the other workers; nothing is recorded in a folder that is lost."""
     joins, storage = not folder.exclusive, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How | None = "failed"
@@ -121,8 +123,8 @@ def writer_in(
             raise
         raise FolderGone(str(error.filename)) from None
     except FolderGone:
-        # An object store has no folders that could be gone, so this worker's heartbeat is left
-        # there.
+        # In an object store, which has no folders, this worker's heartbeat was written among the
+        # files that the completed job had deleted: delete them again.
         if completed_elsewhere(folder.storage, parts, rows=0) is not None:
             folder.remove_journal()
         raise

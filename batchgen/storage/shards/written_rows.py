@@ -26,7 +26,12 @@ from batchgen.util.errors import JobError
 
 class WrittenRows:
     """Reads which rows of a shard are done, from the published shard and from the journal files of
-    all workers. Each batch of other workers is read once."""
+    all workers.
+
+    `open` reads all batches of a shard's journal files. `absorb` then continues in each file where
+    the last read stopped. A journal file has the number of its worker, which is also the number of
+    that worker's attempt at the job.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,8 @@ class WrittenRows:
         return not (self._journal_files() <= self._at_first and self._published.has_only_older())
 
     def open(self, number: int) -> OpenShard:
-        """Read the state of a shard that is not complete, or is to grow.
+        """Read the state of a shard that has samples left to compute. A published shard no longer
+        counts as published from now on, because it will be written again.
 
         Raises:
             FileNotFoundError: another worker is publishing the shard.
@@ -60,8 +66,11 @@ class WrittenRows:
         first = number * self._rows_per_shard
         rows = self._published.whole(number).rows
         opened = open_shard(first, rows, self._samples, self._enough)
+        # Errors of earlier attempts than this one are computed again; 0: of none.
         retried_before = self._round.before(number) or 0
         self._published.extents.pop(number, None)
+        # The copy that was published when this worker began still holds rows that are done. How many
+        # samples each has, and which are errors, must be read where these differ by row.
         if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
             if extent.rows and (retried_before or extent.enough is not None):
@@ -70,14 +79,14 @@ class WrittenRows:
         for path in self._journal.files(number, include_own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
-                attempt = journal_worker(path)
+                attempt = journal_worker(path)  # errors of this attempt on are done
                 opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
                 self._seen[path] += 1
         return opened
 
     def absorb(self, number: int, opened: OpenShard) -> bool:
-        """Add to an open shard what other workers have written since the last call; return whether
-        there was anything."""
+        """Add to an open shard the rows that other workers have written since the last call. Rows
+        that this worker has finished stay done. Returns whether there were any new rows."""
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
         for path in self._journal.files(number):
