@@ -1,9 +1,9 @@
 """Computes the bias and the error of scores when `sampling.until.width` stops rows early: the
 figures of docs/benchmarks/checks.md.
 
-A first table enumerates every way in which one row can end. A second one simulates whole exams. Both
-compare the plain estimates, which treat the number of samples as fixed, with the unbiased estimates
-of batchgen (`stopped_rows.py`).
+A first table enumerates every way in which one row can end. A second one simulates whole exams.
+Both compare the plain estimates, which treat the number of samples as fixed, with the unbiased
+estimates of batchgen (`stopped_rows.py`).
 
     python scripts/check/check_stopping.py
 """

@@ -69,8 +69,8 @@ class WrittenRows:
         # Errors of earlier attempts than this one are computed again; 0: of none.
         retried_before = self._round.before(number) or 0
         self._published.extents.pop(number, None)
-        # The copy that was published when this worker began still holds rows that are done. How many
-        # samples each has, and which are errors, must be read where these differ by row.
+        # The copy that was published when this worker began still holds rows that are done. It is
+        # read only where rows differ: in their numbers of samples, or in being errors to retry.
         if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
             if extent.rows and (retried_before or extent.enough is not None):
@@ -79,7 +79,7 @@ class WrittenRows:
         for path in self._journal.files(number, include_own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
-                attempt = journal_worker(path)  # errors of this attempt on are done
+                attempt = journal_worker(path)
                 opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
                 self._seen[path] += 1
         return opened
