@@ -277,7 +277,7 @@ class Metrics:
         files that the workers exchange are deleted.
         """
         content = self._storage.read(self._path)
-        if content is None or json.loads(content)["status"] != "complete":
+        if content is None or json.loads(content).get("status") != "complete":
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
 
