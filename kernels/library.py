@@ -32,6 +32,7 @@ def keep_one_order() -> None:
     """
     os.environ.update(WORKSPACES)
     torch.backends.cuda.preferred_blas_library("cublaslt")
+    # The two values: whether cuBLAS may reduce in lower precision, and whether it may use split-K.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False, False
 

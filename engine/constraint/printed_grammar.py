@@ -60,9 +60,10 @@ def check_print() -> None:
 
 
 def keep_literals(grammar: Any) -> Any:
-    """Return an `xgrammar.Grammar` whose strings are cut where xgrammar would read another
-    character. Raises ConstraintError if such a string is in a structural tag, where it cannot be
-    cut."""
+    r"""Return an `xgrammar.Grammar` with every string split in two after an escape \xNN that a
+    hexadecimal digit follows, so that xgrammar does not read the digit as part of the escape.
+    Returns the grammar itself if it has no such string. Raises ConstraintError if the string is in
+    a structural tag, where it cannot be split."""
     from xgrammar import Grammar
 
     printed = str(grammar)

@@ -16,13 +16,17 @@ from torch import Tensor
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.lora.lora import LoRAPart
 
-_FEWEST_RANKS = 16
+_MIN_RANK = 16
 """The smallest rank that a GPU's matrix units multiply; smaller ranks are padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRATarget:
-    """A weight [out_features, in_features] of a checkpoint to which an adapter can add B·A."""
+    """A weight [out_features, in_features] of a checkpoint to which an adapter can add B·A.
+
+    `rows` and `columns` are this rank's parts of the weight's axes. Their `Shard.size` is the
+    length of the whole axis.
+    """
 
     name: str  # the module's name in checkpoints, without `.weight`
     part: LoRAPart  # the weight's features among those of the layer, on this rank
@@ -34,7 +38,8 @@ class LoRATarget:
     # The range of the checkpoint's output features that belong to this part, if the weight holds
     # several parts.
     within: tuple[int, int] | None = None
-    # The index of the expert on this rank; None if the expert is on another rank.
+    # The index of the expert among those of this rank; None if the expert is on another rank. 0 for
+    # a weight that belongs to no expert.
     expert: int | None = 0
 
     @property
@@ -65,7 +70,12 @@ class LoRASite:
         return list(dict.fromkeys(target.part for target in adapted))
 
     def slot_numbers(self, adapters: Sequence[Container[str]], rank: int) -> int:
-        """Return how many values an adapter slot takes on a GPU for adapters of this rank."""
+        """Return the number of values of A and B that an adapter slot on a GPU holds for this
+        product, with adapters padded to `rank`; 0 if no adapter changes the product.
+
+        A has `rank` rows for each part that some adapter changes. B has a row for every output
+        feature, also of parts that no adapter changes.
+        """
         parts = self.adapted_parts(adapters)
         expert_numbers = rank * (len(parts) * self.depth + self.width)
         return self.experts * expert_numbers if parts else 0
@@ -105,6 +115,7 @@ def own_factors(target: LoRATarget, factors: Factors, dtype: torch.dtype) -> tup
 
 
 def stacked_rank(ranks: Sequence[int]) -> int:
-    """Return the rank to which adapters are padded in adapter slots."""
-    highest = max((_FEWEST_RANKS, *ranks))
+    """Return the rank to which adapters are padded in adapter slots: the smallest power of two from
+    16 on that is at least the highest of their ranks."""
+    highest = max((_MIN_RANK, *ranks))
     return 1 << (highest - 1).bit_length()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExaoneMoeForCausalLM(MoEForCausalLM):
-    """K-EXAONE: norms before the parts of a layer, and shared experts without a gate. Its
+    """K-EXAONE: pre-norm layers (unlike EXAONE 4's), and shared experts without a gate. Its
     multi-token prediction head is not loaded."""
 
     qk_norm = "head"

@@ -64,30 +64,35 @@ class CompileQueue:
         return self._waiting.pop(seq.request_id, None) is not None
 
     def take(self, *, block: bool) -> Iterator[Sequence]:
-        """Yield and remove the rows whose constraints are compiled, in the order of their arrival,
-        each with its matcher. A row whose constraint cannot be enforced fails with the error
-        `bad_constraint` instead. With `block`, wait until at least one row is ready, if any row
-        waits."""
+        """Remove the rows whose compilation has ended, and yield them in order of arrival.
+
+        A yielded row has its matcher, or has failed with the error `bad_constraint` if its
+        constraint cannot be enforced. With `block`, wait until at least one row is ready, if any
+        row waits.
+        """
         if self._waiting and block:
             wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
         for seq, future in list(self._waiting.values()):
             if future.done():
                 del self._waiting[seq.request_id]
-                _start(seq, future)
+                _set_matcher(seq, future)
                 yield seq
 
     def take_one(self, request_id: Hashable, error: str | None) -> Sequence:
-        """Remove a row whose constraint rank 0 has compiled, wait until it is compiled here as
-        well, and give the row its matcher. Raises RuntimeError if it cannot be compiled here.
+        """On ranks other than 0: remove a row that rank 0 has taken from its queue. Wait until the
+        row's constraint is compiled on this rank as well, and give the row its matcher.
 
         Args:
-            error: the error with which the row failed on rank 0, or None.
+            error: the error with which the row failed on rank 0, and so fails here; or None.
+
+        Raises:
+            RuntimeError: this rank cannot compile a constraint that rank 0 has compiled.
         """
         seq, future = self._waiting.pop(request_id)
         if error is not None:
             seq.fail(RequestError("bad_constraint", error))
             return seq
-        _start(seq, future)
+        _set_matcher(seq, future)
         if seq.error is not None:
             raise RuntimeError(f"only rank 0 could compile a constraint; here: {seq.error}")
         return seq
@@ -100,8 +105,9 @@ class CompileQueue:
             self._compiler.close()
 
 
-def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
-    """Give a row the matcher of its compiled constraint, or let the row fail."""
+def _set_matcher(seq: Sequence, compiled: Future[Grammar]) -> None:
+    """Give a row the matcher of its compiled constraint. If the constraint cannot be enforced, let
+    the row fail with `bad_constraint`."""
     error = compiled.exception()
     if error is None:
         try:

@@ -18,7 +18,8 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.pacing import Pacing
 
 NewBlock = tuple[int, int, int]
-"""An entry of `DecodeBatch.new_blocks`."""
+"""A reserved block, as in `DecodeBatch.new_blocks`: (index of its row in the batch, index in the
+row's block table, block number)."""
 Preempt = Callable[[Sequence], None]
 """Takes back everything that a row owns in the caches. It is passed to each call instead of being
 stored: the scheduler's method in an attribute would be a reference cycle, and a dropped engine
@@ -41,26 +42,27 @@ class DecodeBuilder:
             cut: the row whose prefill was cut. It joined last and is preempted first.
 
         Returns:
-            The batch; None if no row can run before the launched steps are read.
+            The batch; None if no row can run until the results of the launched steps are known.
         """
         running = self._running
         slots = running.order[keep]
         needed = self._pacing.cache_tokens(
             running.num_tokens[slots], running.pending[slots], width, running.max_tokens[slots]
         )
-        ending = len(running) - len(slots) - (cut is not None)
-        if ending and self._lacks_blocks(slots, needed):
-            return None  # rows that end with the launched steps will free their blocks
+        # The rows that are not in `keep` end with the launched steps, and then free their blocks.
+        # Rather wait for these blocks than preempt a row.
+        num_ending = len(running) - len(slots) - (cut is not None)
+        if num_ending and self._lacks_blocks(slots, needed):
+            return None
         count, *new_blocks = self._reserve(slots, needed, cut, preempt)
         if not count:
             return None
         slots = slots[:count]
-        moved = running.decode(keep[:count], width)
-        epochs, guide = running.epochs[slots], running.guide(slots)
-        new_full_blocks, new_window_blocks = new_blocks
-        return DecodeBatch(
-            slots, epochs, moved, new_full_blocks, width, needed[:count], guide, new_window_blocks
-        )
+        remaining = running.decode(keep[:count], width)  # None if all rows stay
+        epochs = running.epochs[slots]  # show later whether a row has left its slot in the meantime
+        guide = running.guide(slots)  # makes the masks of rows with constraints
+        full, window = new_blocks
+        return DecodeBatch(slots, epochs, remaining, full, width, needed[:count], guide, window)
 
     def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
         """Return whether too few blocks are free for the R rows at these slots to hold `needed` [R]
@@ -92,6 +94,8 @@ class DecodeBuilder:
                 break  # this row and all after it were preempted
             seq = self._running[slots[row]]
             before, window_before = len(seq.block_table), len(seq.window_table)
+            # While there are too few blocks, free some: first the look-ahead blocks of all rows,
+            # then those of the row whose prefill was cut, then those of the last row of the batch.
             while not manager.reserve(seq, needed[row]):
                 if self._give_back_lookahead(slots[:count], needed[:count]):
                     continue
@@ -102,8 +106,8 @@ class DecodeBuilder:
                 count -= 1
                 preempt(self._running[slots[count]])
                 if row == count:
-                    break
-            else:
+                    break  # the row itself was preempted: it gets no blocks
+            else:  # the blocks were reserved: record them
                 reserved[slots[row]] = manager.room_of(seq)
                 blocks = seq.block_table[before:]
                 new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
@@ -115,8 +119,9 @@ class DecodeBuilder:
         return count, new_blocks, new_window_blocks
 
     def _give_back_lookahead(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
-        """Free the blocks of rejected drafts: those of the R rows at these slots after the first
-        `needed` [R] KV slots. Returns whether any block was freed."""
+        """Free the look-ahead blocks of the R rows at these slots: those after a row's first
+        `needed` [R] KV slots. Earlier steps reserved them for drafts that were then rejected.
+        Returns whether any block was freed."""
         reserved, manager = self._running.reserved, self._blocks
         rows = np.flatnonzero(reserved[slots] - needed >= manager.block_size)
         for row in rows.tolist():

@@ -1,6 +1,10 @@
-"""How products in FP8 are cut into tiles, from fixed tables: nothing is tried at start.
+"""The tile sizes of matrix products in FP8, from fixed tables; nothing is tuned when an engine
+starts. The kernels of `fp8_linear_triton.py` and `fp8_grouped_product_triton.py` use them.
 
-A step of the sum is a block of 128, whose products are multiplied by scales before they are added.
+The loop over K takes 128 values a step: a block that shares scales. The sum of a block's products
+is multiplied by the scales before it is added to the result.
+
+TMA, the tensor memory accelerator, is the part of a GPU that copies whole tiles to shared memory.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK
 from batchgen.kernels.rules import BitRules, num_parts
 
 _ALIGNED = 16
-"""Rows that the copy engine reads begin at multiples of this many bytes."""
-_COPY_ENGINE = (9, 0)
-"""The compute capability from which there is one."""
+"""Rows that TMA reads begin at multiples of this many bytes."""
+_TMA_CAPABILITY = (9, 0)
+"""The lowest compute capability that has TMA: Hopper."""
 _RESERVED = 3 * 2**10
 """Bytes of shared memory that a program needs besides the tiles of its stages."""
 
@@ -32,10 +36,12 @@ class FP8LinearTiles(NamedTuple):
     # The weights are the left operand of the matrix instruction, with at least 64 rows there and as
     # few as 8 columns on the right.
     swap: bool = False
-    programs: int = 0  # sums are cut into up to this many where tiles are few; 0 never
+    # If there are few tiles, K is split among programs, of which at most this many run; 0: never.
+    programs: int = 0
 
     def num_splits(self, rows: int, width: int, depth: int) -> int:
-        """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
+        """Return the number of parts into which K is split in a product [rows, depth] × [width,
+        depth]ᵀ."""
         tiles = -(-rows // self.block_m) * -(-width // self.block_n)
         return num_parts(tiles, -(-depth // BLOCK), self.programs)
 
@@ -46,35 +52,39 @@ LINEAR = (
     (512, FP8LinearTiles(64, 128, 4, 4, programs=264)),
     (math.inf, FP8LinearTiles(128, 128, 8, 4)),
 )
-"""For Hopper: (the most rows, tiles). Measured with `bench_kernels.py fp8 --tune` of commit 48f452c
-on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
+"""For Hopper: (the largest number of rows, tiles). Measured with `bench_kernels.py fp8 --tune` of
+commit 48f452c on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192
+rows."""
 
 
 def fp8_linear_tiles(rows: int, rules: BitRules) -> FP8LinearTiles:
-    """Look up how to cut a product of `rows` rows."""
+    """Look up the tiles of a product of `rows` rows. Only `rules.cut_sums` allows split-K."""
     tiles = next(tiles for limit, tiles in LINEAR if rows <= limit)
     return tiles if rules.cut_sums else tiles._replace(programs=0)
 
 
 class ExpertTiles(NamedTuple):
-    """How the two products of experts are cut.
+    """The tiles of the two products of experts: gate and up together, then down.
 
-    The first product's tiles have 128 columns of gate and of up: a group of the activations that it
-    quantises.
+    A tile of the first product has 128 columns of gate and the same columns of up. Its 128 results
+    per slot are one group of activations, which the kernel quantises with one scale.
     """
 
-    block_m: int  # slots of a tile
+    block_m: int  # the rows of a tile: slots of one expert
     gate_up_warps: int
     gate_up_stages: int
     gate_up_swap: bool
-    down_n: int
+    down_n: int  # the columns of a tile of the second product
     down_warps: int
     down_stages: int
     down_swap: bool
-    halve: bool = False  # compute tiles that are at most half full as half ones
-    down_columns: int = 1  # tiles that a program computes one after another (tiled layout)
+    halve: bool = False  # if at most half of a tile's rows are used, compute only that half
+    # How many tiles of the second product, side by side, a program computes one after another. Only
+    # weights in panels (`moe/tiled_layout.py`) allow more than 1.
+    down_columns: int = 1
 
 
+# The values in order: block_m; warps, stages, swap of gate_up; n, warps, stages, swap of down.
 EXPERTS = (
     (2, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
     (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 5, True, down_columns=4)),
@@ -82,27 +92,32 @@ EXPERTS = (
     (90, ExpertTiles(64, 8, 4, False, 128, 4, 4, False, down_columns=4)),
     (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False, down_columns=4)),
 )
-"""For Hopper: (the most slots of an expert, on average, tiles). Measured with
+"""For Hopper: (the largest mean number of slots per expert, tiles). Measured with
 `bench_kernels.py fp8 --tune` of commit 48f452c on an H200, 128 experts of 2048 × 768 with 16 to 512
 slots each."""
 
 
 def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
-    """Look up how to cut the products of experts; how slots are routed is not known on the host."""
+    """Look up the tiles for the mean number of slots per expert. The host does not know how many
+    slots each expert has."""
     return next(tiles for limit, tiles in EXPERTS if num_slots <= limit * num_experts)
 
 
 def copy_engine_reads(depth: int, device: torch.device) -> bool:
-    """Whether a copy engine can read rows of `depth` FP8 values."""
+    """Whether TMA can read rows of `depth` FP8 values. On a CPU, where the interpreter runs the
+    kernels, descriptors work as on a GPU with TMA."""
     return depth % _ALIGNED == 0 and (
-        device.type != "cuda" or torch.cuda.get_device_capability(device) >= _COPY_ENGINE
+        device.type != "cuda" or torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
     )
 
 
 def fitting_stages(stages: int, stage_rows: int, device: torch.device, resident: int = 0) -> int:
-    """Return the wanted depth of a pipeline, or less if shared memory does not hold the tiles.
+    """Return `stages`, the wanted depth of a pipeline of loads, or less if shared memory does not
+    hold the tiles of so deep a pipeline.
 
-    A stage has `stage_rows` rows of 128 bytes; `resident` bytes are needed besides.
+    Args:
+        stage_rows: the number of rows of 128 bytes in a stage, of all tiles together.
+        resident: the bytes of shared memory that the kernel needs besides its stages.
     """
     if device.type != "cuda":
         return stages

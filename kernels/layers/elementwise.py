@@ -1,11 +1,14 @@
 """Elementwise functions whose result on a CPU depends on the value alone.
 
-PyTorch computes many functions on a CPU one vector at a time. The rest at the end of each thread's
-share it computes value by value, with another implementation of exp, whose last bit may differ. So
-a token's bits would depend on its place in the batch and on the number of threads. The functions
-here avoid that: they either give PyTorch whole vectors only, or consist of torch.exp and
-torch.log1p, which treat all values alike. tests/kernels/layers/test_elementwise.py measures which
-functions do, and fails where kernels, engine or strategies call another function.
+On a CPU PyTorch computes many functions with vector instructions. Each thread computes the whole
+vectors of its share, and then the remaining values one by one. For these it has another
+implementation of exp, whose last bit may differ. So a token's bits would depend on its position in
+the batch and on the number of threads.
+
+The functions here avoid that in one of two ways. They give PyTorch whole vectors only, or they are
+made of torch.exp and torch.log1p, which compute every value in the same way.
+tests/kernels/layers/test_elementwise.py measures which functions of PyTorch do so, and fails where
+kernels, engine or strategies call another function.
 """
 
 from __future__ import annotations

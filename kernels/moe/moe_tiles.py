@@ -1,4 +1,5 @@
-"""How the products of experts are cut into tiles, from a fixed table: nothing is tried at start."""
+"""The tile sizes of experts' matrix products, from a fixed table; nothing is tuned when an engine
+starts. The kernels of `grouped_product_triton.py` use them."""
 
 from __future__ import annotations
 
@@ -12,29 +13,34 @@ from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 class ProductTiles(NamedTuple):
-    """How one of the two products is cut, and what the kernel is compiled with."""
+    """The tiles of one of the two products, and the options that its kernel is compiled with."""
 
-    block_n: int  # columns of a tile, in the first product of gate and of up each
-    block_k: int  # values that a step adds: one panel or several of tiled weights
+    # The columns of a tile. A tile of the first product has this many of gate and as many of up.
+    block_n: int
+    # The values of K that a step of the loop adds. Of weights in panels (`tiled_layout.py`), a step
+    # reads one panel or several.
+    block_k: int
     num_warps: int
     num_stages: int
     swap: bool = False  # the weights are the left operand of the matrix instruction
-    halve: bool = False  # compute tiles that are at most half full as half ones
-    # Second product only, not swapped or halved, a panel a step: one program per multiprocessor
-    # computes tile after tile, both operands read by the copy engine.
+    halve: bool = False  # if at most half of a tile's rows are used, compute only that half
+    # Whether one program per multiprocessor computes one tile after another, and reads both
+    # operands through TMA (the GPU's copy engine). Only in the second product, for weights in
+    # panels, with one panel per step, and without `swap` and `halve`.
     persistent: bool = False
 
 
 class MoETiles(NamedTuple):
-    """How both products are cut."""
+    """The tiles of both products: gate and up together, then down."""
 
-    block_m: int  # slots of a tile
+    block_m: int  # the rows of a tile: slots of one expert
     gate_up: ProductTiles
     down: ProductTiles
 
 
 FLOAT32 = MoETiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
-"""For float32, which the matrix units do not take, so that its operands need registers."""
+"""For float32. The matrix units do not take it, so its operands need registers: hence small
+tiles."""
 
 TABLE = (
     (0.7, MoETiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
@@ -62,15 +68,16 @@ TABLE = (
         ),
     ),
 )
-"""For 16-bit values on Hopper: (the most slots of an expert, on average, tiles). Measured with
-`bench_kernels.py experts --tune` of commit 6bf10a68 on an H200, 128 experts of 2048 × 768. Few
-lines: each is compiled at the start of an engine whose batches need it."""
+"""For 16-bit values on Hopper: (the largest mean number of slots per expert, tiles). Measured with
+`bench_kernels.py experts --tune` of commit 6bf10a68 on an H200, 128 experts of 2048 × 768. The
+table is short because an engine compiles, when it starts, the kernels of every entry that its
+batches can need."""
 
 
 def choose_moe_tiles(num_slots: int, gate_up: Tensor) -> MoETiles:
-    """Look up how to cut the products of T·k slots with weights [E, 2·I, H] or their panels.
+    """Look up the tiles for T·k slots and weights [E, 2·I, H] or their panels.
 
-    The mean number of an expert's slots decides: the host does not know how slots are routed.
+    The mean number of slots per expert decides: the host does not know how many each expert has.
     """
     if gate_up.dtype == torch.float32:
         return FLOAT32
@@ -81,5 +88,5 @@ def choose_moe_tiles(num_slots: int, gate_up: Tensor) -> MoETiles:
 
 
 def tiles_of_panels(num_slots: int, num_experts: int) -> MoETiles:
-    """Look up how to cut the products of this many slots with weights of 16 bits in panels."""
+    """Look up the tiles for this many slots and 16-bit weights in panels."""
     return next(tiles for max_slots, tiles in TABLE if num_slots <= max_slots * num_experts)

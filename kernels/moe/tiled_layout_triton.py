@@ -1,5 +1,8 @@
-"""Loads tiles of experts' weights, in Triton: by the copy engine where weights are kept in panels
-(`tiled_layout.py`), otherwise row by row."""
+"""Loads tiles of experts' weights, in Triton, for the kernels of experts.
+
+Weights in panels (`tiled_layout.py`) are read through TMA, the GPU's copy engine; other weights by
+their addresses.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,13 @@ from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 def weights_operand(weights: Tensor, rows: int) -> Tensor | TensorDescriptor:
-    """Return what kernels take for weights [E, N, K] or panels, of which a load reads `rows` rows,
-    a power of two up to 256."""
+    """Return the argument `weights` of kernels that call `load_weights`.
+
+    This is the tensor itself for matrices [E, N, K], a TMA descriptor for panels [E, K / P, N, P].
+
+    Args:
+        rows: the number of rows of a panel that a load reads, a power of two up to 256.
+    """
     if not are_panels(weights):
         return weights
     return TensorDescriptor.from_tensor(weights, [1, 1, rows, weights.shape[3]])
@@ -22,7 +30,8 @@ def weights_operand(weights: Tensor, rows: int) -> Tensor | TensorDescriptor:
 
 @triton.jit
 def load_panel(panels, expert, panel, first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load ROWS rows [ROWS, COLUMNS] of a panel of an expert, zeros past the last row or panel."""
+    """Load the rows of a panel of an expert from `first_row` on, [ROWS, COLUMNS]. They are zeros
+    past the last row or panel. `panels` is a descriptor, and COLUMNS the width of its panels."""
     return panels.load([expert, panel, first_row, 0]).reshape([ROWS, COLUMNS])
 
 
@@ -31,14 +40,19 @@ def load_weights(
     weights, expert, first_row, row, panel, depth,
     PANELS: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load weights [ROWS, COLUMNS] from the column panel · COLUMNS on, zeros past the last column.
+    """Load a tile of an expert's weights, [ROWS, COLUMNS]: the columns from panel · COLUMNS on,
+    with zeros past the last column.
 
-    With PANELS, COLUMNS wide, rows are the expert's from `first_row` on; else they are first_row +
-    row, counted over all experts. EVEN_K says that COLUMNS divides the depth.
+    With PANELS, `weights` is a descriptor of panels that are COLUMNS wide. The rows are those of
+    `expert` from `first_row` on, and `row` is unused.
+
+    Otherwise `weights` points to a matrix [E·N, K]. The rows are first_row + row, counted over all
+    experts, with `row` [ROWS], and `expert` is unused. `depth` is K; EVEN_K: COLUMNS divides it.
     """
     if PANELS:
         tile = load_panel(weights, expert, panel, first_row, ROWS, COLUMNS)
     else:
         start = panel * COLUMNS
+        # False: by addresses, not through TMA.
         tile = load_tile(weights, first_row, row, start, depth, EVEN_K, False, COLUMNS)
     return tile

@@ -1,17 +1,19 @@
 """Compile the Triton kernels for an NVIDIA GPU that need not be there.
 
     python scripts/check/check_kernels.py [--model tiny,tiny-moe] [--quantization fp8]
-        [--threads 4] [--hashes NEW.json]
+        [--capability 90] [--threads 4] [--hashes NEW.json] [--against OLD.json]
     python scripts/check/check_kernels.py --tests tests/kernels
 
 With --model, an engine's kernels are compiled ahead for each model, as its start-up does, with an
-empty Triton cache. Then all its forwards are gone through with launches that compile what is still
-missing. With --tests, the launches of those tests are compiled and not run, so their results are
-wrong and only what the compiler refuses counts; the interpreter accepts more than the compiler.
+empty Triton cache. Then every forward that an engine runs at start-up is run without computing
+anything, and its launches compile the kernels that are still missing.
+
+With --tests, the launches of those tests are compiled and not run. So the tests' results are wrong,
+and only the compiler's errors count: it refuses some code that the interpreter accepts.
 
 --hashes writes the SHA-256 of each variant's PTX, by kernel, signature, constants and options.
---against compares them with an earlier such file and lists the variants whose code it lacks; the
-names of kernels and arguments do not matter there.
+--against compares them with a file of an earlier run, and lists the variants whose code only one of
+the two runs has. It compares code alone: the names of kernels and arguments do not matter.
 
 The exit code is 1 if a kernel does not compile, asks for more shared memory than there is, was
 missing after the start-up, or has other code than in the file of --against.
@@ -64,7 +66,7 @@ H200 = {"total_memory": 141 * 2**30, "multi_processor_count": 132}
 
 
 class AbsentGPU(DriverBase):  # type: ignore[misc]
-    """What Triton asks of a driver to compile a kernel; nothing can be launched."""
+    """A driver for a GPU that is not there: Triton can compile for it, and launch nothing."""
 
     map_python_to_cpp_type = get_active_torch_device = get_benchmarker = None
 
@@ -86,7 +88,14 @@ class AbsentGPU(DriverBase):  # type: ignore[misc]
 
 
 class Compiled:
-    """The variants that were compiled, and what went wrong."""
+    """Records the variants that Triton compiles, and their errors.
+
+    Attributes:
+        seconds: the compile times of a kernel's variants, by the kernel's name.
+        hashes: SHA-256 of a variant's PTX, by a key that describes the variant, as JSON.
+        errors: the message for a kernel that does not compile or takes too much shared memory, by
+            the kernel's name.
+    """
 
     def __init__(self, capability: int) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -99,7 +108,7 @@ class Compiled:
     def _listen(
         self, src: Any, metadata: Any, metadata_group: dict[str, str], times: Any, cache_hit: bool
     ) -> None:
-        """Triton calls this once for each variant, in the thread that compiled it."""
+        """Record a variant. Triton calls this once for each, in the thread that compiled it."""
         if not cache_hit:
             self.seconds[src.name].append(times.total / 1e6)
         options = {name: metadata[name] for name in ("num_warps", "num_stages", "num_ctas")}
@@ -115,8 +124,10 @@ class Compiled:
             )
 
     def launch(self, kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
-        """Compile in place of a launch; it takes the place of `JITFunction.run`."""
+        """Compile a kernel without launching it: the replacement for `JITFunction.run`."""
         options["warmup"] = True
+        # Kernels get this constant as true for tensors on a CPU, such as those of tests. Compile
+        # the code for a GPU.
         if "INTERPRETED" in options:
             options["INTERPRETED"] = False
         try:
@@ -133,7 +144,7 @@ class Compiled:
 
 
 def pretend(capability: int) -> None:
-    """Let torch and Triton see a GPU, on which nothing can run."""
+    """Make torch report a GPU of this capability. Nothing can run on it."""
     major, minor = divmod(capability, 10)
     shared = SHARED_BYTES.get(capability, SHARED_BYTES[80])
     properties: Any = SimpleNamespace(
@@ -146,7 +157,8 @@ def pretend(capability: int) -> None:
 def plan(
     name: str, device: torch.device, quantization: Quantization | None
 ) -> tuple[ModelUse, ResolvedConfig]:
-    """Make a model of `workloads.MODELS` with shapes and no values, and an engine's settings."""
+    """Make a model of `shapes.MODELS`, and the settings of an engine for it. In the mode `Undone`,
+    its parameters have shapes and no values, so they need no GPU."""
     with Undone(device):
         model = bare_model(model_config(name), device, quantization=quantization)
         strategy = DLLMStrategy(block_length=4) if "sdar" in name else ARStrategy()
@@ -157,7 +169,8 @@ def plan(
 
 @torch.inference_mode()
 def run_all(use: ModelUse, config: ResolvedConfig) -> None:
-    """Go through all forwards before the first step of an engine, with all layers of the model."""
+    """Run every forward that an engine runs at start-up, with all layers of the model. In the mode
+    `Undone` operations compute only shapes, so all that happens is that launches compile."""
     with Undone(use.model.device):
         runner = scratch_runner(use, config)
         largest_prefill(runner, use, config)
@@ -168,19 +181,21 @@ def run_all(use: ModelUse, config: ResolvedConfig) -> None:
 def compile_start_up(
     name: str, quantization: Quantization | None, threads: int, compiled: Compiled
 ) -> list[str]:
-    """Compile what an engine with this model compiles; return what was missing afterwards."""
+    """Compile the kernels of an engine with this model as its start-up does. Return a line for each
+    kernel that its forwards launch and the start-up did not compile."""
     use, config = plan(name, torch.device("cuda", 0), quantization)
     compiled.seconds.clear()
     start, cpu = time.perf_counter(), time.process_time()
     with compiling_ahead(threads, lambda: None):
         warm_up([use], config)
-        gone_through = time.perf_counter() - start
+        forwards_took = time.perf_counter() - start
+    # CPU seconds of this process, all threads together. ptxas is another process, so excluded.
     took, cpu = time.perf_counter() - start, time.process_time() - cpu
-    for kernel, each in sorted(compiled.seconds.items(), key=lambda item: -sum(item[1])):
-        print(f"{kernel}: {', '.join(f'{one:.2f}' for one in each)} s")
+    for kernel, seconds in sorted(compiled.seconds.items(), key=lambda item: -sum(item[1])):
+        print(f"{kernel}: {', '.join(f'{s:.2f}' for s in seconds)} s")
     print(
         f"{name}: {sum(map(len, compiled.seconds.values()))} variants in {took:.2f} s with "
-        f"{threads} threads; {gone_through:.2f} s to go through the forwards, "
+        f"{threads} threads; {forwards_took:.2f} s to go through the forwards, "
         f"{cpu:.2f} s of cores without the assembler"
     )
     compiled.seconds.clear()
@@ -188,12 +203,13 @@ def compile_start_up(
     run_all(use, config)
     JITFunction.run = compiled._run
     return [
-        f"{kernel}: {len(each)} variants were missing" for kernel, each in compiled.seconds.items()
+        f"{kernel}: {len(seconds)} variants were missing"
+        for kernel, seconds in compiled.seconds.items()
     ]
 
 
 def compile_tests(tests: list[str], compiled: Compiled) -> None:
-    """Compile what tests launch."""
+    """Run tests with launches that compile and do not run; print the variants of each kernel."""
     JITFunction.run = lambda kernel, *args, **options: compiled.launch(kernel, *args, **options)
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     pytest.main([*quiet, *tests])

@@ -100,6 +100,7 @@ def _facts(worker: WorkerState) -> tuple[str, ...]:
     attempt, beat = worker.attempt, worker.beat
     shards = [str(shard) for shard in worker.shards] + [f"copy of {s}" for s in worker.backups]
     shard_text = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
+    # A worker records its engine's memory once the engine is built. Until then it loads the model.
     loading = worker.state == "running" and not attempt.get("memory")
     return (
         str(beat["worker"]),
@@ -121,4 +122,5 @@ def _num_shards(reader: JobFolderReader) -> int | None:
     total = JobSummary.of(reader.metrics).rows_total
     if total is None or not config:
         return None
+    # `total` counts samples. A shard has the samples of `rows_per_shard` input rows.
     return int(-(-total // (config["output"]["rows_per_shard"] * config["sampling"]["n"])))

@@ -85,8 +85,9 @@ class _Job:
     """A job that will become an arm or a part of one.
 
     Attributes:
-        folder, job: its folder and its grades; no grades if they cannot be read.
-        without: why the job has no score; empty while no reason is known.
+        folder: the job's folder.
+        graded: the job with its grades; None if they cannot be read.
+        why_no_score: why the job has no score; empty while no reason is known.
         damaged: whether the reason is a file of the job that cannot be read.
         score: how it is scored.
         config, metrics: the content of config.yaml and metrics.json.
@@ -95,10 +96,15 @@ class _Job:
     """
 
     def __init__(
-        self, folder: ArmFolder, job: GradedJob | None, without: str, *, damaged: bool = False
+        self,
+        folder: ArmFolder,
+        graded: GradedJob | None,
+        why_no_score: str,
+        *,
+        damaged: bool = False,
     ) -> None:
-        self.folder, self.job, self.without = folder, job, without
-        self.damaged = damaged
+        self.folder, self.graded = folder, graded
+        self.why_no_score, self.damaged = why_no_score, damaged
         self.score: ScoreConfig | None = None
         self.config: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
@@ -119,7 +125,8 @@ class _Job:
             entry.metrics, entry.config = reader.metrics, reader.config
         except (ConfigError, JobError) as error:
             if not folder.listed and not (path / MANIFEST).exists():
-                # Raises an error that says what the folder holds.
+                # The user named this folder itself, not a folder of jobs that lists it. So it is
+                # wrong that it has no job: this raises an error that says what the folder holds.
                 GradedJob(folder.folder, "compare")
             return _Job(folder, None, str(error), damaged=isinstance(error, JobError))
         if not is_config(entry.config):
@@ -127,46 +134,50 @@ class _Job:
                 folder, None, f"{folder.folder}/config.yaml is not the configuration of a job"
             )
         try:
-            entry.job = GradedJob(folder.folder, "compare")
+            entry.graded = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:
-            entry.without, entry.damaged = str(error), isinstance(error, JobError)
+            entry.why_no_score, entry.damaged = str(error), isinstance(error, JobError)
             return entry
-        entry.score = scoring(entry.job, overrides).score
-        entry.job.warn_of_copies()
+        entry.score = scoring(entry.graded, overrides).score
+        entry.graded.warn_of_copies()
         return entry
 
     @cached_property
     def _tables(self) -> dict[str | None, pa.Table]:
+        """The tables that `samples` has read so far, by its argument `by`. Empty at first."""
         return {}
 
     def samples(self, by: str | None) -> pa.Table | None:
-        """The samples of the job's rows; None if the job has no score. With `by` they have the
-        values of that column.
+        """Read the samples of the job's rows, once for each `by`. Unless `by` is None, they have
+        values of that column. Returns None if the job has no score.
+
+        If the samples cannot be read, `why_no_score` and `damaged` are set.
 
         Raises:
             ConfigError: the rows run with several adapters, or `by` is not a column of them.
         """
         from batchgen.evals.scores.samples import Samples
 
-        if self.job is None or self.score is None or self.without:
+        if self.graded is None or self.score is None or self.why_no_score:
             return None
-        if by is None and (grid := self.job.grid_column) is not None:
+        if by is None and (grid := self.graded.grid_column) is not None:
             raise ConfigError(
                 f"{self.folder.folder}: its rows run with several adapters, so one score for all "
                 f"of them would mean nothing: compare them with --by {grid}"
             )
         if by not in self._tables:
             try:
-                self._tables[by] = Samples(self.job.path, self.score, by=by).table()
+                self._tables[by] = Samples(self.graded.path, self.score, by=by).table()
             except (ConfigError, JobError) as error:
                 if by is not None and self.has_score(None):
                     raise
-                self.without, self.damaged = str(error), isinstance(error, JobError)
+                self.why_no_score, self.damaged = str(error), isinstance(error, JobError)
                 return None
         return self._tables[by]
 
     def has_score(self, by: str | None) -> bool:
-        """Whether the rows of the job have marks."""
+        """Whether the rows of the job have marks. The first call reads the rows, and sets
+        `why_no_score` and `damaged` if it cannot; raises as `samples`."""
         return self.samples(by) is not None
 
     @cached_property
@@ -174,8 +185,8 @@ class _Job:
         """The prompts and the settings that the rows of the job were answered with."""
         from batchgen.evals.scores.asked_prompts import AskedExam
 
-        assert self.job is not None
-        return AskedExam(self.job)
+        assert self.graded is not None
+        return AskedExam(self.graded)
 
 
 def _check_alone(jobs: Sequence[_Job]) -> None:
@@ -191,17 +202,23 @@ def _check_alone(jobs: Sequence[_Job]) -> None:
 
 
 def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Group the jobs that differ only in their seeds. Groups have the order of their first jobs."""
+    """Group the jobs that differ only in their seeds. Groups have the order of their first jobs.
+
+    If all jobs differ only in their seeds and the user named them one by one, each is a group.
+    """
     groups_by_key: dict[tuple[Any, ...], list[_Job]] = {}
     for number, job in enumerate(jobs):
         rest = {name: value for name, value in job.settings.items() if name != SEED}
-        fingerprints = {} if job.job is None else job.job.fingerprints
+        fingerprints = {} if job.graded is None else job.graded.fingerprints
         key: tuple[Any, ...] = (tuple(rest.items()), tuple(sorted(fingerprints.items())))
         seeds = {other.settings.get(SEED) for other in groups_by_key.get(key, ())}
-        if job.job is None or SEED not in job.settings or job.settings[SEED] in seeds:
-            key = (number,)  # a group of this job alone
+        # A job is a group of its own if its grades cannot be read, if the jobs do not differ in
+        # their seeds, or if its group would have two jobs of the same seed.
+        if job.graded is None or SEED not in job.settings or job.settings[SEED] in seeds:
+            key = (number,)
         groups_by_key.setdefault(key, []).append(job)
     groups = list(groups_by_key.values())
+    # `listed`: the user named not the job's folder, but a folder of jobs that contains it.
     if len(groups) == 1 and not any(job.folder.listed for job in jobs):
         return [[job] for job in jobs]
     return groups
@@ -211,7 +228,9 @@ def _arms_of(
     group: Sequence[_Job], first: _Job | None, *, by: str | None, several: bool, anyway: bool
 ) -> list[Arm]:
     """The arms of a group of jobs that are averaged: one arm, or one for each value of the column
-    `by`. A job without a score is another arm.
+    `by`. Each job without a score is an arm too.
+
+    Cut texts, which reached the limit of their length, count as the setting `score.cut_texts` says.
 
     Args:
         first: the first job with a score in the whole comparison, whose exam the others must equal.
@@ -257,7 +276,7 @@ def _arm(jobs: Sequence[_Job]) -> Arm:
     return Arm(
         _name(jobs, rest),
         tuple(job.folder.folder for job in jobs),
-        without="; ".join(job.without for job in jobs if job.without),
+        without="; ".join(job.why_no_score for job in jobs if job.why_no_score),
         damaged=any(job.damaged for job in jobs),
         settings=rest,
         seeds=seeds,

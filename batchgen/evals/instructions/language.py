@@ -8,8 +8,9 @@ from batchgen.util.errors import ConfigError
 
 
 def language_of(text: str) -> str | None:
-    """The likeliest language of a text as a code of two letters, `zh-cn` or `zh-tw`; None if the
-    text has no features to recognise a language by. Equal texts give equal results.
+    """Return the likeliest language of a text: a two-letter code, or `zh-cn` or `zh-tw` for
+    Chinese. None if the text has no features to recognise a language by. Equal texts give equal
+    results.
 
     Raises:
         ConfigError: the package langdetect is not installed.

@@ -51,7 +51,8 @@ class Explode(SplittingStep):
         raise ConfigError(f"column {self.column!r} holds {kind}, and Explode takes lists")
 
     def stored(self, features: Features) -> Features:
-        """Return no columns, because the item is in the data set."""
+        """Return no columns: the row index stores no items, because `restored` reads them from the
+        list in the data set."""
         from datasets import Features
 
         return Features({})
@@ -69,5 +70,6 @@ class Explode(SplittingStep):
         return [{self.name: item} for item in items] or Dropped("the list is empty")
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
-        """Return item `k` of the list in the data set."""
+        """Return the item's column with item `k` of the list, which is read from `fields`, a row of
+        the data set."""
         return {self.name: field_of(fields, self.column)[k]}

@@ -33,11 +33,11 @@ MOST_ANSWERS = 500_000
 
 @dataclass(frozen=True)
 class Flipped:
-    """How two jobs compare."""
+    """The comparison of two jobs, A and B."""
 
     comparison: Comparison
     differs: tuple[str, ...]  # what makes them different exams, a sentence each
-    column: str  # what the scores are of
+    column: str  # the scored column
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -45,7 +45,7 @@ class Flipped:
         return comparison_lines(self.comparison, self.column)
 
     def shown(self, value: float) -> str:
-        """A mean of a question for people."""
+        """Format a question's mean score: marks in percent, other values as numbers."""
         return percent_text(value) if self.column == MARK else number_text(value)
 
     @cached_property
@@ -56,12 +56,13 @@ class Flipped:
 
 @dataclass(frozen=True)
 class FlippedRow:
-    """A question that two jobs answer differently well."""
+    """A question that one job answers better than the other, with samples that show it."""
 
     question: PairedQuestion
     line: Line | None  # None if the row is gone
     samples: tuple[RowFacts | None, RowFacts | None]
-    """One of A and one of B; their marks are farthest apart in the direction of the question."""
+    """A sample of A and one of B; None for a job without the row. If B is worse, they are A's best
+    and B's worst; otherwise A's worst and B's best."""
 
     @property
     def is_worse(self) -> bool:
@@ -70,18 +71,20 @@ class FlippedRow:
 
 
 class Flips:
-    """Compares two jobs when the page is first asked for, and again when a job has changed."""
+    """Compares two jobs when the page is first requested, and again when a job has changed. Until
+    then the result is kept, also if it is an error."""
 
     def __init__(self, a: JobView, b: JobView) -> None:
         self._jobs = (a, b)
         self._lock = Lock()
+        # By `anyway`: the stamps of the jobs that were compared, and the result.
         self._known: dict[bool, tuple[tuple[int, ...], Flipped | ConfigError]] = {}
 
     def find(self, *, anyway: bool) -> Flipped:
-        """The comparison.
+        """Return the comparison, which is computed anew only if a job has changed.
 
         Args:
-            anyway: compare different exams, too.
+            anyway: whether to compare different exams too.
 
         Raises:
             ConfigError: as `batchgen compare`, or the jobs are too large for a page.
@@ -96,13 +99,15 @@ class Flips:
         return known[1]
 
     def rows(self, questions: Sequence[PairedQuestion]) -> list[FlippedRow]:
-        """What both jobs say to some questions.
+        """Return a row for each of some questions, in their order.
 
         Raises:
             StillSearching: it takes long to find the rows.
         """
         first = self._jobs[0]
         row_of = {question.row_id: first.ids.find(question.row_id) for question in questions}
+        # `row_lines` takes the numbers of each row's matching samples, and reads all samples of the
+        # row. The numbers do not matter here, because the comparison shows no matches.
         hits = {index: [0] for index in sorted(p for p in row_of.values() if p is not None)}
         shown_lines = row_lines(self._jobs, Search(first.rows, SampleFilter()), hits)
         lines = {line.index: line for line in shown_lines}
@@ -116,12 +121,15 @@ class Flips:
         return rows
 
     def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
+        """Compare the jobs. An error is returned, not raised, so that it is cached as well: it
+        takes as long to find as a comparison, and is requested as often."""
         try:
             return self._compared(anyway)
-        except ConfigError as error:  # it takes as long to find, and is asked for as often
+        except ConfigError as error:
             return error
 
     def _compared(self, anyway: bool) -> Flipped:
+        """Compare the jobs. Raises ConfigError as `find`."""
         for job in self._jobs:
             if job.metrics.get("rows", 0) > MOST_ANSWERS:
                 raise ConfigError(
@@ -134,7 +142,8 @@ class Flips:
 
 
 def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:
-    """The sample with the best mark, or with the worst; the first one where nothing is marked."""
+    """Return the sample with the best mark, or with the worst; the first sample if none has a mark,
+    and None if there are no samples."""
     marked = [(mark, s) for s in samples if (mark := s.grade("mark")) is not None]
     choose = max if best else min
     chosen = choose(marked, key=lambda pair: float(pair[0]), default=None)

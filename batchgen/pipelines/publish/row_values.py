@@ -58,8 +58,13 @@ def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
 def answered_rows(
     rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
 ) -> Iterator[LocatedRow]:
-    """Yield the rows without an error for which `where` is true. The others are counted in
-    `left_out` by reason."""
+    """Yield the rows of a job that have no error and for which `where` is true. Of a set, whose
+    `error` is a column like any other, rows with an error are yielded as well.
+
+    Args:
+        where: a condition that is evaluated in each row; None for all rows.
+        left_out: counts the rows that are not yielded, by reason.
+    """
     for row in rows.rows(wanted):
         if row.variables.get("error") is not None and not rows.is_set:
             left_out["with an error"] += 1
@@ -72,7 +77,12 @@ def answered_rows(
 def rows_where(
     rows: FinishedRows, where: str | None, columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield some columns of the rows for which `where` is true; of all rows if it is None."""
+    """Yield some columns of the rows for which `where` is true.
+
+    Args:
+        where: the source of a condition, as the user typed it; None for all rows.
+        columns: the names of the columns.
+    """
     wanted, expression = rows.columns.named(columns), None
     if where is not None:
         expression = rows.columns.expression("--where", where)

@@ -50,8 +50,8 @@ SOFTMAX_ROUTER = Router()
 
 
 class ScoreCorrection(nn.Module):
-    """A number per expert that is added to the scores for the choice only, under its published
-    name."""
+    """A number per expert that is added to its score when a token's experts are chosen, but not to
+    the weight of the expert. The parameter has the name that checkpoints use."""
 
     def __init__(self, num_experts: int, *, device: torch.device) -> None:
         super().__init__()
@@ -99,9 +99,13 @@ class SparseMoE(nn.Module):
     experts, a share of the shared expert, and the whole router.
 
     Args:
+        intermediate_size: the intermediate size of each routed expert.
+        renormalise: whether to divide a token's k weights by their sum.
+        shared_size: the intermediate size of the shared expert; None for no shared expert.
         latent_size: if given, the experts read a projection of x to this many values, and their
             results are projected back.
         gate: the router; None makes one as `router` says.
+        variant: what differs between the experts of model families.
         column: the output column of the chosen experts, and this layer's index in it.
         lane: the lane of the sums over ranks (`TensorParallel.add_sum`).
     """
@@ -128,7 +132,10 @@ class SparseMoE(nn.Module):
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
         self.form, self._gates_input = router.form, router.gates_input
+        # With `gates_input` the input of an expert depends on the expert's logit, so a token can
+        # have only one expert.
         assert experts_per_token == 1 or not router.gates_input, "the experts would read other rows"
+        # Attributes of this module → their names in checkpoints, where they differ.
         self.checkpoint_names = {"correction": "gate"}
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
@@ -181,26 +188,32 @@ class SparseMoE(nn.Module):
         ctx.record(self.column, ids, self.index)
         if self._gates_input:
             x = tokens = x * sigmoid(logits.gather(1, ids.long()).float()).to(x.dtype)
+        # A single rank adds its result to the residual. Of several ranks, each computes a part, and
+        # `add_sum` adds the sum of the parts.
         out: Tensor
-        alone, rank_tokens = self._parallel.size == 1, _own_tokens(x, ctx)
+        single_rank, row_tokens = self._parallel.size == 1, _row_tokens(x, ctx)
         slots = self.experts.adapter_slots(len(x))
+        # Experts that read a projection of the tokens, and whose results are projected back.
         if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
             routed = self.experts(self.fc1_latent_proj(x), ids, weights, adapter_slots=slots)
             projected = self.fc2_latent_proj(routed)
-            out = add_up(projected, residual if alone else None, shared)
-            return out if alone else self._parallel.add_sum(residual, out, self._lane)
-        if rank_tokens is None and alone:
+            out = add_up(projected, residual if single_rank else None, shared)
+            return out if single_rank else self._parallel.add_sum(residual, out, self._lane)
+        # All tokens on a single rank: the experts' kernels add to the residual themselves.
+        if row_tokens is None and single_rank:
             return self.experts.add_to(residual, tokens, ids, weights, shared, slots)
-        if rank_tokens is None:
+        if row_tokens is None:
+            # All tokens on several ranks.
             out = self.experts(tokens, ids, weights, None, shared, slots)
         else:
+            # Without padding tokens, whose routed part stays zero.
             routed = torch.zeros_like(x)
-            of_own = None if slots is None else slots[rank_tokens]
-            routed[rank_tokens] = self.experts(
-                x[rank_tokens], ids[rank_tokens], weights[rank_tokens], adapter_slots=of_own
+            row_slots = None if slots is None else slots[row_tokens]
+            routed[row_tokens] = self.experts(
+                x[row_tokens], ids[row_tokens], weights[row_tokens], adapter_slots=row_slots
             )
-            out = add_up(routed, residual if alone else None, shared)
-        if alone:
+            out = add_up(routed, residual if single_rank else None, shared)
+        if single_rank:
             return out
         return self._parallel.add_sum(residual, out, self._lane)
 
@@ -235,9 +248,13 @@ class SparseMoE(nn.Module):
         return SharedPart(shared.compute(rows), None if gate is None else gate(x))
 
 
-def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """Return the indices [N] of the tokens that belong to rows; None for all. On a CPU, padding
-    tokens are left out."""
+def _row_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
+    """Return the indices [N] of the tokens that belong to rows, and not to padding; None if all
+    tokens of x are to be computed.
+
+    Padding tokens are at KV slot 0, in the cache's scratch block, which belongs to no row. They are
+    left out on a CPU only: on a GPU the host would have to wait for their number.
+    """
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     indices = ctx.kv_slots.nonzero().squeeze(1)

@@ -128,12 +128,12 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
 
 def _hf_name(name: str) -> str:
     """Return a tensor's name in transformers' checkpoints. Unknown names are returned unchanged."""
-    stem, _, kind = name.rpartition(".")
+    stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
+        return f"{_TOP[stem]}.{suffix}"
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if block and block[2] in _BLOCK:
-        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{kind}"
+        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{suffix}"
     return name
 
 
@@ -146,21 +146,21 @@ def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
         if key.startswith(f"{prefix}.rope.scaling.")
     }
     scaling.pop("finetuned", None)  # this key does not change how angles are computed
-    kind = scaling.pop("type", "none")
+    scaling_type = scaling.pop("type", "none")
     if _ROPE_FACTORS in file.tensors:
-        if kind != "none":
-            raise ValueError(f"{_ROPE_FACTORS} with rope scaling {kind!r}")
+        if scaling_type != "none":
+            raise ValueError(f"{_ROPE_FACTORS} with rope scaling {scaling_type!r}")
         return FrequencyFactorsRope(theta, tuple(file.load(_ROPE_FACTORS).tolist()))
     rope: DefaultRope | None = None
-    if kind == "none" and not scaling:
+    if scaling_type == "none" and not scaling:
         rope = DefaultRope(theta)
-    elif kind == "linear" and scaling.keys() == {"factor"}:
+    elif scaling_type == "linear" and scaling.keys() == {"factor"}:
         rope = LinearRope(theta, scaling["factor"])
-    elif kind == "yarn" and scaling.keys() == {"factor", "original_context_length"}:
+    elif scaling_type == "yarn" and scaling.keys() == {"factor", "original_context_length"}:
         rope = YarnRope(theta, scaling["factor"], scaling["original_context_length"])
     if rope is None:
         raise ValueError(
-            f"rope scaling {kind!r} with {sorted(scaling)} is not supported; "
+            f"rope scaling {scaling_type!r} with {sorted(scaling)} is not supported; "
             "supported: linear (factor) and yarn (factor, original_context_length)"
         )
     return rope

@@ -29,13 +29,12 @@ tokens do not stay in the L2 cache."""
 
 
 class Shape(NamedTuple):
-    """The experts of one layer, those of a token, the values of a token, and those between the two
-    products of an expert."""
+    """The sizes of one MoE layer."""
 
-    experts: int
-    k: int
-    hidden: int
-    inner: int
+    experts: int  # E, the number of experts
+    k: int  # the number of experts per token
+    hidden: int  # H, the size of a token's hidden state
+    inner: int  # I, an expert's intermediate size
 
 
 SHAPES = {
@@ -49,7 +48,7 @@ SHAPES = {
 
 
 class Layer(NamedTuple):
-    """Experts in some format, and what follows their products."""
+    """Experts in some weight format, and what their kernels do after the products."""
 
     experts: Any
     epilogues: Epilogues = PLAIN
@@ -63,7 +62,15 @@ def make_layer(shape: Shape) -> Layer:
 
 
 class Batch:
-    """Tokens x [T, H] and how they are routed: by logits [T, E] to ids [T, k], with weights."""
+    """Random tokens x [T, H], and ROUTINGS ways to route them: from logits [T, E] to expert ids and
+    weights [T, k].
+
+    Attributes:
+        slots: T·k, the number of pairs of a token and one of its experts.
+        touched: the number of experts that have tokens, the mean over the routings.
+        activated: [T·k, I], random values to serve as the input of the second product.
+        parts: [T·k, H], the output of the second product, which `moe_combine` sums by token.
+    """
 
     def __init__(self, shape: Shape, tokens: int) -> None:
         self.shape, self.slots, self.x = shape, tokens * shape.k, random(tokens, shape.hidden)
@@ -83,15 +90,16 @@ class Batch:
         return Case(f"{len(self.x):6} tokens, {name}", run, ROUTINGS)
 
     def layer_case(self, name: str, run: Callable[[int], object], value_bytes: int) -> Case:
-        """A whole layer, which reads the weights of the experts that tokens go to."""
-        weights = 3 * self.shape.hidden * self.shape.inner
-        flops = 2 * weights * self.slots * value_bytes / 2  # FP8 has twice the rate of bfloat16
+        """A case of a whole layer. Its bytes are the weights of the experts that have tokens."""
+        weights = 3 * self.shape.hidden * self.shape.inner  # of one expert: gate, up and down
+        # In bfloat16 equivalents: a FLOP in FP8 counts half, because FP8 has twice the rate.
+        flops = 2 * weights * self.slots * value_bytes / 2
         moved = self.touched * weights * value_bytes
         return replace(self.case(name, run), num_bytes=moved, flops=flops)
 
 
 def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """A layer with everything from the router's logits on, and each of its launches."""
+    """Yield a case of a whole layer, from the router's logits on, and a case of each launch."""
     shape = SHAPES[options.shape]
     layer = make_layer(shape)
     for tokens in options.tokens:
@@ -117,16 +125,18 @@ def products(
     block_m: int,
     kernels: tuple[Callable[..., None], Callable[..., None]] = (gate_up_product, down_product),
 ) -> tuple[Product, Product]:
-    """Return the two products of a layer, with given tiles and the i-th routing."""
+    """Return the two products of a layer as functions of their tiles and the index of a routing."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
-    written, (first, second), own = torch.empty_like(batch.activated), kernels, layer.experts
+    activations, experts = torch.empty_like(batch.activated), layer.experts
+    first, second = kernels
 
     def gate_up(tiles: Any, i: int) -> Tensor:
-        first(batch.x, own.gate_up, alignments[i], tiles, batch.shape.k, written, layer.epilogues)
-        return written
+        inputs = batch.x, experts.gate_up, alignments[i]
+        first(*inputs, tiles, batch.shape.k, activations, layer.epilogues)
+        return activations
 
     def down(tiles: Any, i: int) -> Tensor:
-        inputs = batch.activated, own.down, batch.weights[i], alignments[i]
+        inputs = batch.activated, experts.down, batch.weights[i], alignments[i]
         second(*inputs, tiles, batch.parts, layer.epilogues.down_bias)
         return batch.parts
 

@@ -1,7 +1,7 @@
 """Sorted row lists of `batchgen view`, such as the longest answers or the least likely ones first.
 
-A `Ranking` keeps the first MOST rows of one order. `Rankings` caches those of a job. R is the
-number of samples in a table.
+A `Ranking` keeps the first MOST rows of one order. `Rankings` caches the rankings of a job. In
+shapes, R is the number of samples in a table.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Ranking:
         values = self._values(table, begin)
         values[~matches] = np.nan
         sign = self._order.sign
-        first = np.fmin.reduceat(sign * values, begin)  # [rows]; NaN if all of a row's values are
+        # The smallest value of each row, [rows]; NaN if all of a row's values are NaN.
+        first = np.fmin.reduceat(sign * values, begin)
         self.matching += int(np.logical_or.reduceat(matches, begin).sum())
         full = len(self.entries) >= MOST
         # A later row with a value equal to the last entry's sorts after that entry.
