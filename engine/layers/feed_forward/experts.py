@@ -35,7 +35,7 @@ from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
 from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import FP8Experts
-from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
+from batchgen.kernels.fp8.fp8_tiles import tma_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
@@ -402,11 +402,11 @@ def _empty_mxfp4(weights: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Allocate FP8 parameters for weights [E, N, K], as panels where the copy engine can read
+    """Allocate FP8 parameters for weights [E, N, K], as panels where TMA can read
     them."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
-    if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):
+    if keeps_panels(device, FP8, shape[2]) and tma_reads(shape[2], device):
         values = nn.Parameter(values.view(panels_shape(*shape, FP8)), requires_grad=False)
     return values, scales
 
