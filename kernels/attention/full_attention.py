@@ -48,11 +48,19 @@ def _in_one_launch(
     """Compute all segments by FlashAttention-2 (Dao 2023)."""
     longest, starts = max(segments.lengths), segments.starts
     # This operator is what torch.nn.attention.varlen calls, but that takes seconds to import.
-    dropout, is_causal, return_debug_mask = 0.0, False, False
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, dropout, is_causal, return_debug_mask,
+        q,
+        k,
+        v,
+        cum_seq_q=starts,
+        cum_seq_k=starts,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
         scale=scale,
-    )  # fmt: skip
+    )
     return results[0]
 
 

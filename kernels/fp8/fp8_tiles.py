@@ -84,35 +84,43 @@ class ExpertTiles(NamedTuple):
     down_columns: int = 1
 
 
-def _tiles(
-    block_m: int,
-    *,
-    gate_up: tuple[int, int],  # warps and stages
-    down: tuple[int, int],
-    swap: bool = False,  # of both products
-    down_columns: int = 4,
-) -> ExpertTiles:
-    """Make an entry of the table, whose tiles of the second product all have 128 columns."""
-    return ExpertTiles(
-        block_m=block_m,
-        gate_up_warps=gate_up[0],
-        gate_up_stages=gate_up[1],
-        gate_up_swap=swap,
-        down_n=128,
-        down_warps=down[0],
-        down_stages=down[1],
-        down_swap=swap,
-        down_columns=down_columns,
-    )
-
-
 EXPERTS = (
-    (2, _tiles(16, gate_up=(4, 3), down=(4, 4), swap=True, down_columns=1)),
-    (11.3, _tiles(16, gate_up=(4, 3), down=(4, 5), swap=True)),
-    (45, _tiles(32, gate_up=(4, 3), down=(4, 5), swap=True)),
-    (90, _tiles(64, gate_up=(8, 4), down=(4, 4))),
-    (math.inf, _tiles(64, gate_up=(8, 3), down=(4, 4))),
-)
+    (
+        2,
+        ExpertTiles(
+            block_m=16, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=4, down_swap=True,
+        ),
+    ),
+    (
+        11.3,
+        ExpertTiles(
+            block_m=16, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=5, down_swap=True, down_columns=4,
+        ),
+    ),
+    (
+        45,
+        ExpertTiles(
+            block_m=32, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=5, down_swap=True, down_columns=4,
+        ),
+    ),
+    (
+        90,
+        ExpertTiles(
+            block_m=64, gate_up_warps=8, gate_up_stages=4, gate_up_swap=False,
+            down_n=128, down_warps=4, down_stages=4, down_swap=False, down_columns=4,
+        ),
+    ),
+    (
+        math.inf,
+        ExpertTiles(
+            block_m=64, gate_up_warps=8, gate_up_stages=3, gate_up_swap=False,
+            down_n=128, down_warps=4, down_stages=4, down_swap=False, down_columns=4,
+        ),
+    ),
+)  # fmt: skip
 """For Hopper: (the largest mean number of slots per expert, tiles). Measured with
 `bench_kernels.py fp8 --tune` of commit 48f452c on an H200, 128 experts of 2048 × 768 with 16 to 512
 slots each."""
