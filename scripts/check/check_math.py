@@ -1,5 +1,5 @@
-"""Count how often `batchgen.same_math` judges rightly whether two mathematical answers are equal, and
-how often Math-Verify does.
+"""Count how often `batchgen.same_math` and Math-Verify judge rightly whether two mathematical
+answers are the same.
 
     python scripts/check/check_math.py [--pairs pairs.jsonl] [--wrong]
 
