@@ -1,4 +1,5 @@
-"""Cases of bench_kernels.py: the experts of one rank, each cut in width, or fewer whole ones."""
+"""Cases of bench_kernels.py: a layer's experts divided among ranks (GPUs), in two ways. A rank has
+all experts, each cut in width, or fewer whole ones."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from batchgen.kernels.moe.tiled_layout import PANEL
 
 
 def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All experts, cut in width up to whole panels; or fewer, on the mean and the busiest rank."""
+    """Yield three cases of one rank's work: experts cut in width, to whole panels of 64 columns;
+    whole experts, on average over the ranks; and whole experts on the rank with the most tiles."""
     shape = SHAPES[options.shape]
     for ranks, tokens in product((2, 4), options.tokens):
         batch, own = Batch(shape, tokens), shape.experts // ranks
@@ -40,7 +42,7 @@ def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _launch(name: str, shape: Shape, batch: Batch, ids: Sequence[Tensor]) -> Launch:
-    """Make experts, those of gpt-oss in MXFP4, and what computes them for the i-th ids."""
+    """Make a layer of experts, of gpt-oss in MXFP4, and return what computes it for `ids[i]`."""
     layer, routed = (mxfp4 if "gpt-oss" in name else experts).make_layer(shape), batch.shape.experts
 
     def launch(i: int) -> Tensor:
