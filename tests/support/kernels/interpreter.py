@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,16 @@ from triton.runtime import interpreter
 
 
 def hasten_interpreter() -> None:
-    """Keep what depends on a type alone, and look for overflow by few operations of numpy."""
+    """Keep what depends on a type alone, and compute nothing that is not looked at."""
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # a version of Triton that does otherwise
     _patch_once()
     _call_builtins_directly()
     _keep_types()
-    _find_overflow_by_numpy()
+    # Without `debug` it looks for overflow, with six operations, and says nothing of what it finds.
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     # Python asks every kind of number that anyone has registered.
     semantic.numbers = SimpleNamespace(Number=(int, float, complex, np.number))
 
@@ -82,21 +86,3 @@ def _keep_types() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block, tensor
     interpreter._get_np_dtype = np_dtype
-
-
-def _find_overflow_by_numpy() -> None:
-    """Say that nothing overflows where that is so; the interpreter's own check says what does."""
-    check = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
-    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-
-    def check_if_needed(self: Any, left: Any, right: Any, operation: Any) -> None:
-        name, bits = left.dtype.name, left.dtype.int_bitwidth
-        if operation.__name__ in operations and name == right.dtype.name and 8 <= bits < 64:
-            wide = (side.handle.data.astype(np.int64) for side in (left, right))
-            found = operations[operation.__name__](*wide)
-            least, most = left.dtype.get_int_min_value(), left.dtype.get_int_max_value()
-            if ((found >= least) & (found <= most)).all():
-                return
-        check(self, left, right, operation)
-
-    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_if_needed
