@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.pages.report.charts import Chart, bars
+from batchgen.pages.report.charts import Chart, Fact, bars
 from batchgen.pages.report.funnel import HEADER, StepCounts, costs
 from batchgen.pages.report.pipeline_facts import PipelineFacts
 from batchgen.pages.report.report_rows import JobData
-from batchgen.pages.report.sections import Fact
 from batchgen.pages.report.step_graph import step_graph
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.pages.rows.row_facts import RowFacts
