@@ -49,12 +49,14 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
     # The names that `target_modules` may mean. It does not mean experts if all are in one tensor of
     # the checkpoint, because they are no modules then. So experts count only if one is adapted.
     expert_names = {
-        name for name, places in targets.items() if any(site.of_experts for _, site in places)
+        name
+        for name, weights_of_name in targets.items()
+        if any(site.of_experts for _, site in weights_of_name)
     }
     names = [
         name
-        for name, places in targets.items()
-        if len(places) == 1 and (name not in expert_names or adapted & expert_names)
+        for name, weights_of_name in targets.items()
+        if len(weights_of_name) == 1 and (name not in expert_names or adapted & expert_names)
     ]
     _check_complete(adapter, adapted, names)
 
@@ -209,8 +211,10 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
         target = piece_name(module, model) + _WEIGHT
         slot, whole = slots[model.copies.get(target, target)], tensors[name]
         copy = whole if slot.shard is None else slot.shard.take(whole)
-        own = slot.parameter.cpu()
-        if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
+        weight = slot.parameter.cpu()
+        if not (
+            torch.equal(copy.to(weight.dtype), weight) or torch.equal(weight.to(copy.dtype), copy)
+        ):
             raise ValueError(
                 f"{adapter.folder}: tensor {name} is not the model's own {target}: the adapter was "
                 f"trained on another model, or {FOLD_IT}"
