@@ -23,21 +23,21 @@ def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
     whole experts, on average over the ranks; and whole experts on the rank with the most tiles."""
     shape = SHAPES[options.shape]
     for ranks, tokens in product((2, 4), options.tokens):
-        batch, own = Batch(shape, tokens), shape.experts // ranks
+        batch, share = Batch(shape, tokens), shape.experts // ranks  # share: experts of a rank
 
-        def of_rank(ids: Tensor, rank: int) -> Tensor:  # indices, and their number for all others
-            return (ids % own).masked_fill_(ids // own != rank, own)  # noqa: B023
+        def rank_ids(ids: Tensor, rank: int) -> Tensor:  # indices; `share` for other ranks' experts
+            return (ids % share).masked_fill_(ids // share != rank, share)  # noqa: B023
 
         def num_tiles(ids: Tensor) -> int:
-            return int(moe_align(ids, own, 16, some_elsewhere=True).num_tiles)  # noqa: B023
+            return int(moe_align(ids, share, 16, some_elsewhere=True).num_tiles)  # noqa: B023
 
         cut = shape._replace(inner=-(-shape.inner // (PANEL * ranks)) * PANEL)
-        whole = shape._replace(experts=own)
-        everywhere = [of_rank(ids, rank) for rank in range(ranks) for ids in batch.ids]
-        busiest = [max(everywhere[i::ROUTINGS], key=num_tiles) for i in range(ROUTINGS)]
+        whole = shape._replace(experts=share)
+        all_ranks = [rank_ids(ids, rank) for rank in range(ranks) for ids in batch.ids]
+        busiest = [max(all_ranks[i::ROUTINGS], key=num_tiles) for i in range(ROUTINGS)]
         yield batch.case(f"{ranks} ranks, cut", _launch(options.shape, cut, batch, batch.ids))
-        mean = batch.case("  whole, mean", _launch(options.shape, whole, batch, everywhere))
-        yield replace(mean, count=len(everywhere))
+        mean = batch.case("  whole, mean", _launch(options.shape, whole, batch, all_ranks))
+        yield replace(mean, count=len(all_ranks))
         yield batch.case("  whole, busiest", _launch(options.shape, whole, batch, busiest))
 
 

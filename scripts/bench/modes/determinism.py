@@ -74,7 +74,7 @@ def fewer_layers(name: str, layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Random schedules for a row of a model, which every rank runs alike.
+    """Random schedules for a row of a model. With several ranks, each runs the same ones.
 
     Attributes:
         layers: how many of the model's layers there are; None is all.
@@ -88,7 +88,7 @@ class Schedules:
     deterministic: bool = False
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Run them as a rank behind rank 0, and wait for that to end."""
+        """Run the schedules as a rank other than 0, and wait until rank 0 ends."""
         self.run(parallel)
         with suppress(EOFError, ConnectionResetError):
             connection.recv()

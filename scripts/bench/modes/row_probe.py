@@ -129,13 +129,13 @@ class Probe:
         if model.visual is not None:
             self._pictures = Pictures(model.visual.config.rules, sizes.side)
             self._vocab = self._pictures.vocab(self._vocab)
-        each = paged_token_bytes(model.cache_specs, (), model.dtype)
+        token_bytes = paged_token_bytes(model.cache_specs, (), model.dtype)
         config = EngineConfig(
             max_num_seqs=sizes.rows,
             max_batched_tokens=4096 + 256,
             chunk_tokens=256,
             max_model_len=1024 * (1 + sizes.blocks // 64),
-            kv_cache_gib=sizes.tokens * each / 2**30,
+            kv_cache_gib=sizes.tokens * token_bytes / 2**30,
             cuda_graph=graphs,
             block_size=_BLOCK,
             deterministic=deterministic,
@@ -150,6 +150,7 @@ class Probe:
         self.engine = LLMEngine(model, None, (), strategy, config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
         self.blocks = self.engine.scheduler.block_manager
+        # The probe's digests are copied when its KV blocks are freed, before others overwrite them.
         self._free = self.blocks.free
         self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
@@ -163,6 +164,7 @@ class Probe:
         self._digests = torch.empty(0)
 
     def _keep(self, row: Row) -> None:
+        """Free a row's blocks, after copying the digests if the row is the probe."""
         if row.request_id == "probe":
             slots = torch.tensor(row.block_table, device=self._tape.plane.device)[:, None] * _BLOCK
             slots = (slots + torch.arange(_BLOCK, device=slots.device)).flatten()
