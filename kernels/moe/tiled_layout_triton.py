@@ -1,7 +1,7 @@
 """Loads tiles of experts' weights, in Triton, for the kernels of experts.
 
-Weights in panels (`tiled_layout.py`) are read through TMA, the GPU's copy engine; other weights by
-their addresses.
+Weights in panels (`tiled_layout.py`) are loaded through TMA, the GPU unit that copies whole tiles;
+other weights by their addresses.
 """
 
 from __future__ import annotations
@@ -53,6 +53,5 @@ def load_weights(
         tile = load_panel(weights, expert, panel, first_row, ROWS, COLUMNS)
     else:
         start = panel * COLUMNS
-        # False: by addresses, not through TMA.
-        tile = load_tile(weights, first_row, row, start, depth, EVEN_K, False, COLUMNS)
+        tile = load_tile(weights, first_row, row, start, depth, EVEN_K, TMA=False, BLOCK_K=COLUMNS)
     return tile
