@@ -37,11 +37,11 @@ def full_attention(
         scale = head_dim**-0.5 if scale is None else scale
         longest = max(segments.lengths)
         return full_attention_triton(q.contiguous(), keys, values, segments.starts, longest, scale)
-    run = by_flash if capability >= (8, 0) and head_dim <= 256 else _one_by_one
+    run = _by_flash if capability >= (8, 0) and head_dim <= 256 else _one_by_one
     return run(q, k, v, segments, scale)
 
 
-def by_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _by_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
     """Compute all segments by torch's FlashAttention-2 (Dao 2023), in one launch."""
     longest, starts = max(segments.lengths), segments.starts
     # This operator is what torch.nn.attention.varlen calls, but that takes seconds to import.

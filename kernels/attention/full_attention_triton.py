@@ -143,12 +143,12 @@ def _segments_kernel(
     for start in tl.range(0, full, BLOCK_N):
         acc, acc_rest, top, total = _attend_tile(
             acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length,
-            scale_log2, FIRST, REST, BLOCK_N, False, INTERPRETED,
+            scale_log2, FIRST, REST, BLOCK_N, MASKED=False, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     for start in tl.range(full, length, BLOCK_N):
         acc, acc_rest, top, total = _attend_tile(
             acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length,
-            scale_log2, FIRST, REST, BLOCK_N, True, INTERPRETED,
+            scale_log2, FIRST, REST, BLOCK_N, MASKED=True, INTERPRETED=INTERPRETED,
         )  # fmt: skip
 
     dtype = out_ptr.dtype.element_ty

@@ -3,7 +3,6 @@
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]  # and ranks
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32]     # and nvfp4
-    python scripts/bench/bench_kernels.py tower [--shape qwen2.5-vl-7b] [--tokens 1024,4096]
 
 Launches are timed in a CUDA graph. To try the benchmark itself on a CPU, set TRITON_INTERPRET=1 and
 pass `--tiny`.
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, four_bits, mxfp4, ranks, tower
+from cases import experts, four_bits, mxfp4, ranks
 from measuring import Case, Rates, commas, measure_rates, microseconds, save_results, synchronize
 
 from batchgen.kernels.four_bit.fp4_layout import NVFP4
@@ -41,7 +40,6 @@ SECTIONS = {
     "ranks": Section(ranks.rank_cases, "30b-a3b", "8,64,256,2048,8192"),
     "int4": Section(partial(four_bits.linear_cases, four_bits.INT4), "qwen3-8b", _MXFP4_TOKENS),
     "nvfp4": Section(partial(four_bits.linear_cases, NVFP4), "qwen3-8b", _MXFP4_TOKENS),
-    "tower": Section(tower.tower_cases, "qwen3-vl-8b", "64,1024,4096"),
 }
 
 
