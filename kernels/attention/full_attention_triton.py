@@ -2,11 +2,11 @@
 
 This is FlashAttention-2 (Dao 2023), one program per tile of queries of a segment and head. Heads
 are not padded to a power of two: 72 columns are multiplied as 64 and 16, of which 8 are zeros. The
-copy engine reads keys and values, and zeros past a head's columns.
+copy engine (TMA) reads keys and values, and zeros past a head's columns.
 
 A query visits tiles of keys in order, which begin where its segment does. Keys past the segment's
-end have no weight. So a result's bits do not depend on the other segments, as long as all values
-are finite, which `KVCache` guarantees. The reference is `full_attention` on a CPU.
+end have no weight, and their values count as zeros. So a result's bits do not depend on the other
+segments, even if those hold NaN. The reference is `full_attention` on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_COLUMNS = 128
 def full_attention_triton(
     q: Tensor,  # [T, heads, D], contiguous, 16 bits
     k: Tensor,  # [heads, T, D], contiguous
-    v: Tensor,  # [heads, T, D], contiguous, of finite values
+    v: Tensor,  # [heads, T, D], contiguous
     starts: Tensor,  # [segments + 1] int32: where each segment begins, and the end of all
     longest: int,  # tokens of the longest segment
     scale: float,  # above 0
@@ -100,9 +100,14 @@ def _attend_tile(
     rescale = tl.exp2(top - peak)
     total = total * rescale + tl.sum(weight, 1)
     weight = weight.to(q.dtype)
-    acc = _dot(weight, v.load([row, 0]), acc * rescale[:, None], INTERPRETED)
+    values = v.load([row, 0])
+    if MASKED:
+        values = tl.where(seen[:, None], values, 0.0)
+    acc = _dot(weight, values, acc * rescale[:, None], INTERPRETED)
     if REST:
         more = v_rest.load([row, FIRST])
+        if MASKED:
+            more = tl.where(seen[:, None], more, 0.0)
         acc_rest = _dot(weight, more, acc_rest * rescale[:, None], INTERPRETED)
     return acc, acc_rest, peak, total
 

@@ -63,8 +63,7 @@ def test_the_kernel_agrees_and_a_broken_segment_harms_no_other(head_dim: int) ->
     found = computed(k, v)
     assert found.dtype == q.dtype
     torch.testing.assert_close(found.cpu().float(), expected, atol=1e-2, rtol=1e-2)
-    # Keys that are not finite, as `KVCache` stores them.
-    k[:6], v[:6], k[76:], v[76:] = torch.nan, 0.0, torch.nan, 0.0
+    k[:6], v[:6], k[76:], v[76:] = torch.nan, torch.nan, torch.nan, torch.inf
     assert torch.equal(computed(k, v)[6:76], found[6:76])
 
 
