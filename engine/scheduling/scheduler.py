@@ -44,6 +44,8 @@ from batchgen.engine.scheduling.prefill_policy import (
 
 _PATIENCE = 4
 """After this many times `max_num_seqs` rows have overtaken a waiting row, it goes before them."""
+_ROWS_AHEAD = 64
+"""The most waiting rows among which a step looks for images to encode with its own."""
 
 
 class Scheduler:
@@ -252,6 +254,8 @@ class Scheduler:
                     break
                 chunk = fitting
             plan.add(seq, chunk)
+        if self._images is not None:
+            self._images.look_ahead(islice(self._waiting, _ROWS_AHEAD))
         return plan.batch()
 
     def _end_with(self, seq: Sequence, error: RequestError) -> None:
