@@ -152,8 +152,8 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
     elif without and fields[SOURCE].type != SOURCE_TYPE:
         owner = next(taken.name for taken in columns if not taken.has_source)
         raise ConfigError(
-            f"{owner} has a column {SOURCE!r}, and for rows of {without[0]} the set's column of that "
-            "name says where they came from: choose columns with --columns"
+            f"{owner} has a column {SOURCE!r}, and for rows of {without[0]} the set's column of "
+            "that name says where they came from: choose columns with --columns"
         )
     return pa.schema(list(fields.values()))
 
