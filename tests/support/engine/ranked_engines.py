@@ -152,7 +152,12 @@ class _Fork:
         self._process.kill()
 
 
-_FORKS = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Let ranks be started as forks of the process that starts them."""
+    forks = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
+    with mock.patch.object(rank_processes, "subprocess", forks):
+        yield
 
 
 def _be_rank(arguments: Sequence[str], descriptors: Sequence[int]) -> None:
@@ -169,7 +174,7 @@ def run_divided(
     cases: Sequence[Case], size: int
 ) -> Iterator[tuple[list[RequestOutput], LLMEngine]]:
     """Yield what each engine makes of its requests, divided between so many ranks."""
-    with mock.patch.object(rank_processes, "subprocess", _FORKS):
+    with forked_ranks():
         processes = RankProcesses(size, Cases(cases), "cpu")
     try:
         for case in cases:
