@@ -10,6 +10,8 @@ from collections import abc
 from typing import TYPE_CHECKING
 
 from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.device.step_timing import StepTimer
 from batchgen.engine.device.transfer import release_cached_memory
@@ -21,7 +23,6 @@ from batchgen.engine.lora.layer_lora import num_slots
 from batchgen.engine.memory.largest_steps import max_scored_tokens
 from batchgen.engine.memory.memory_plan import plan_memory
 from batchgen.engine.memory.model_use import ModelUse
-from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.requests import ImageLimits, Requests
 from batchgen.engine.rows.context_reader import ContextReader
@@ -30,7 +31,6 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
 from batchgen.engine.vision.image_span import ImageRules
@@ -78,7 +78,7 @@ class EngineParts:
         release_cached_memory(model.device)
         strategy.allocate(Limits(max_num_seqs, max_model_len, model.vocab_size, model.device))
         self.memory = plan_memory(list(uses.values()), self.config)
-        manager = self._block_manager(model, list(uses.values()))
+        manager = self._block_manager(model)
         self.images: ImageStore | None = None
         image_limits = None
         if model.visual is not None:
@@ -115,27 +115,23 @@ class EngineParts:
         )
 
     def _image_limits(self, rules: ImageRules, manager: BlockManager) -> ImageLimits:
-        run_tokens = min(self.config.max_batched_tokens, manager.capacity)
-        if manager.window is not None:
-            run_tokens = min(run_tokens, manager.window.chunk_capacity)
-        return ImageLimits(rules, self.config.image_tokens, run_tokens)
+        config = self.config
+        return ImageLimits(rules, config.image_tokens, config.max_batched_tokens, manager.needs)
 
-    def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
-        config, states, window = self.config, None, None
+    def _block_manager(self, model: CausalLM) -> BlockManager:
+        config, states = self.config, None
         if model.has_row_states:
             states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
-        if (needs := window_needs(uses, config)) is not None:
-            number, size = self.memory.num_window_blocks, config.block_size
-            window = WindowBlocks(number, size, needs.window, needs.row_blocks)
+        needs = self.memory.pages
+        if needs is None:
+            needs = PageNeeds(PageLayout(self.memory.num_blocks), config.block_size)
         return BlockManager(
-            self.memory.num_blocks,
-            config.block_size,
+            needs,
             # A row must not share a cache block that ends inside a block of block-causal attention.
             config.prefix_caching and config.block_size % self._block_length == 0,
             states,
             chunk_multiple(model),
             max(role.tokens_ahead for role in self._strategy.models.values()),
-            window,
             prompts_only=config.rules.replay,
         )
 
@@ -172,7 +168,7 @@ class EngineParts:
             config.max_num_seqs,
             memory.num_checkpoints,
             config.fold,
-            memory.num_window_blocks,
+            None if memory.pages is None else memory.pages.layout,
         )
         runner = ModelRunner(use.model, use.caches(sizes), self._block_length, config.rules)
         if config.cuda_graph:

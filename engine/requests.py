@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer_ids
 from batchgen.engine.lora.layer_lora import LoRAState
@@ -41,12 +42,13 @@ _ANSWER_OR_TOKENS = (
 
 
 class ImageLimits(NamedTuple):
-    """How prompts contain images, the most tokens of one image, and the most tokens of one
-    `ImageRun`."""
+    """How prompts contain images, the most tokens of one image, and what limits the tokens of one
+    `ImageRun`: those of a step, and the paged cache."""
 
     rules: ImageRules
     image_tokens: int
-    run_tokens: int
+    step_tokens: int
+    pages: PageNeeds
 
 
 class Requests:
@@ -113,8 +115,8 @@ class Requests:
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
         adapter = self._adapter(params.lora)
-        self._check_prompt(prompt, answer, params)
-        spans = self._spans(prompt, images, answer)
+        needed = self._check_prompt(prompt, answer, params)
+        spans = self._spans(prompt, images, answer, needed)
         rule = self._stop_rules.rule(len(prompt), params)
         if params.constraint is not None and not rule.stop_ids:
             raise ValueError(
@@ -187,10 +189,14 @@ class Requests:
         return self._adapters[name]
 
     def _spans(
-        self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None
+        self,
+        prompt: list[int],
+        images: abc.Sequence[Image],
+        answer: list[int] | None,
+        needed: int,
     ) -> tuple[ImageSpan, ...]:
-        """Find where the images are in a prompt. Raises RequestError if they do not fit the prompt
-        or the engine."""
+        """Find where the images are in the prompt of a row that may need the paged cache for
+        `needed` tokens. Raises RequestError if they do not fit the prompt or the engine."""
         if self._images is None:
             if images:
                 raise RequestError(
@@ -198,7 +204,7 @@ class Requests:
                     "the prompt has images, and the model reads none: choose a model that does",
                 )
             return ()
-        rules, max_tokens, max_run = self._images
+        rules, max_tokens, step_tokens, pages = self._images
         try:
             spans = find_spans(prompt, images, rules)
         except ValueError as error:
@@ -212,6 +218,7 @@ class Requests:
                     f"image {number} takes {span.num_tokens:,} tokens, and image_tokens is "
                     f"{max_tokens:,}: scale it down, or raise image_tokens",
                 )
+        max_run = min(step_tokens, pages.most_chunk(needed))
         if (longest := max((run.end - run.start for run in runs_of(spans)), default=0)) > max_run:
             raise RequestError(
                 "image_too_large",
@@ -227,8 +234,9 @@ class Requests:
 
     def _check_prompt(
         self, prompt: list[int], answer: list[int] | None, params: RequestParams
-    ) -> None:
-        """Raise RequestError if a prompt, or a prompt with its answer, can never be served."""
+    ) -> int:
+        """Return for how many tokens the row may need the paged cache. Raises RequestError if a
+        prompt, or a prompt with its answer, can never be served."""
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         if answer is not None and not answer:
@@ -270,6 +278,7 @@ class Requests:
                 f"the row may need {needed} tokens of KV cache, and the whole cache has "
                 f"{self._cache_capacity}: raise kv_cache_gib or lower max_new_tokens",
             )
+        return needed
 
 
 def _not_in_vocabulary(whose: str, bad: list[int], size: int) -> str:

@@ -27,7 +27,7 @@ class LatentCache(NamedTuple):
     scales: Tensor | None  # [num_blocks, block_size] float32, one per token; only if `plane` is FP8
 
 
-_SCALE = torch.float32
+SCALE_DTYPE = torch.float32
 """The dtype of the scales of FP8 keys and values."""
 
 
@@ -49,7 +49,7 @@ class KVSpec:
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the cache's bytes per token for a model of this dtype."""
         if self.in_fp8:
-            return 2 * self.num_kv_heads * (self.head_dim * FP8.itemsize + _SCALE.itemsize)
+            return 2 * self.num_kv_heads * (self.head_dim * FP8.itemsize + SCALE_DTYPE.itemsize)
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(
@@ -59,7 +59,7 @@ class KVSpec:
         zeros."""
         slots = self.num_kv_heads, num_blocks, block_size
         key, value = zeros((2, *slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
-        return KVCache(key, value, zeros((*slots, 2), _SCALE, device) if self.in_fp8 else None)
+        return KVCache(key, value, zeros((*slots, 2), SCALE_DTYPE, device) if self.in_fp8 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class LatentSpec:
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the cache's bytes per token for a model of this dtype."""
         if self.in_fp8:
-            return self.head_dim * FP8.itemsize + _SCALE.itemsize
+            return self.head_dim * FP8.itemsize + SCALE_DTYPE.itemsize
         return self.head_dim * dtype.itemsize
 
     def allocate(
@@ -97,7 +97,7 @@ class LatentSpec:
         """Allocate latents and keys [num_blocks, block_size, head_dim], filled with zeros."""
         slots = num_blocks, block_size
         plane = zeros((*slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
-        return LatentCache(plane, zeros(slots, _SCALE, device) if self.in_fp8 else None)
+        return LatentCache(plane, zeros(slots, SCALE_DTYPE, device) if self.in_fp8 else None)
 
 
 @dataclass(frozen=True, slots=True)

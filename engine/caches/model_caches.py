@@ -15,6 +15,8 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import CacheSpec, PlaneSpec, StateSpec, has_window
 from batchgen.engine.caches.forward_context import LayerCache
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_memory import PageMemory
 from batchgen.engine.caches.row_states import RowStates, ring_length
 from batchgen.engine.interface.outputs import OutputColumn
 
@@ -28,9 +30,9 @@ class CacheSizes:
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
     fold: int = 1  # see `StateCache`
-    # The number of blocks for layers with a window, including the scratch block; None:
-    # `num_blocks`.
-    num_window_blocks: int | None = None
+    # How layers with a window share memory with the others; None: every layer has `num_blocks`
+    # blocks of its own.
+    layout: PageLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,11 @@ class ModelCaches:
         """Allocate the caches of a model on `device`, filled with zeros. `width` is the most tokens
         of a row in a decode forward."""
         paged = sizes.num_blocks, sizes.block_size, dtype, device
-        windowed = paged
-        if sizes.num_window_blocks is not None:
-            windowed = sizes.num_window_blocks, sizes.block_size, dtype, device
+        windowed, shared = paged, {}
+        if sizes.layout is not None:
+            windowed = sizes.layout.num_window_blocks, sizes.block_size, dtype, device
+            memory = PageMemory.of(specs, sizes.layout, sizes.block_size, dtype)
+            shared = memory.caches(device)
         recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
         states = None
         if recurrent:
@@ -75,8 +79,10 @@ class ModelCaches:
             )
         state_caches = iter(states.layers if states is not None else ())
         layers: list[LayerCache | None] = []
-        for spec in specs:
-            if isinstance(spec, StateSpec):
+        for index, spec in enumerate(specs):
+            if index in shared:
+                layers.append(shared[index])
+            elif isinstance(spec, StateSpec):
                 layers.append(next(state_caches))
             elif has_window(spec):
                 layers.append(spec.allocate(*windowed))
@@ -101,6 +107,21 @@ def paged_token_bytes(
     paged = [s for s in specs if s is not None and not isinstance(s, StateSpec)]
     paged = [*(s for s in paged if not has_window(s)), *map(column_plane, columns)]
     return sum(spec.token_bytes(dtype) for spec in paged)
+
+
+def model_page_bytes(
+    specs: Sequence[CacheSpec | None],
+    columns: Sequence[OutputColumn],
+    layout: PageLayout,
+    block_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of one page over all layers and columns of a model of this dtype."""
+    memory = PageMemory.of(specs, layout, block_size, dtype)
+    rest = [None if index in memory.layers else spec for index, spec in enumerate(specs)]
+    windows = layout.window_blocks * window_token_bytes(rest, dtype)
+    full = layout.full_blocks * paged_token_bytes(rest, columns, dtype)
+    return memory.bytes + (windows + full) * block_size
 
 
 def window_token_bytes(specs: Sequence[CacheSpec | None], dtype: torch.dtype) -> int:

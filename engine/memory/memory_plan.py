@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,11 +16,17 @@ from batchgen.engine.caches.model_caches import (
     row_bytes,
     state_bytes,
 )
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.device.host_limits import available_memory
 from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.largest_steps import activation_bytes
-from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
-from batchgen.engine.memory.window_plan import window_blocks, window_needs
+from batchgen.engine.memory.model_use import (
+    ModelUse,
+    cache_token_bytes,
+    page_bytes,
+    weight_bytes,
+)
+from batchgen.engine.memory.window_plan import window_needs, window_pages
 
 CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""
@@ -43,43 +50,41 @@ class MemoryPlan:
     # The activations of the largest prefill and of the largest sampling step, and the CUDA graphs.
     # It is 0 on a CPU, where this memory is not reserved.
     work_space: int
-    # The paged cache of all models, including the planes of columns of context scope, but without
-    # layers that have a window.
+    # The paged cache of all models, including the planes of columns of context scope.
     kv_cache: int
-    num_blocks: int  # the number of blocks in the paged cache, including the scratch block
-    kv_tokens: int  # the number of tokens that fit into the paged cache
+    num_blocks: int  # the number of blocks in the paged cache, including scratch blocks
+    kv_tokens: int  # the most tokens of a row that has the whole paged cache
     total: int | None  # the whole memory of the GPU; None for a CPU
     # The states of the rows in flight and their records, for models with recurrent layers.
     row_states: int = 0
     checkpoints: int = 0  # the state snapshots for prefix reuse
     num_checkpoints: int = 0  # the number of state snapshots for prefix reuse
     images: int = 0  # the vision tower's features of images that rows have yet to read
-    window: int | None = None  # the largest window of a layer; None without windows
-    window_cache: int = 0  # the paged cache of layers with a window
-    num_window_blocks: int = 0  # the number of its blocks, including the scratch block
-    window_tokens: int = 0  # the number of tokens that fit into it
-
-    @property
-    def window_rows(self) -> int | None:
-        """How many rows longer than the window fit into the window cache; None without windows."""
-        return None if self.window is None else max(self.window_tokens // self.window, 1)
+    # How the paged cache is divided into pages, for models with sliding windows.
+    pages: PageNeeds | None = None
 
     def fitting_rows(self, tokens: float) -> int:
         """Return how many rows of this mean length the paged cache holds at once."""
-        rows = self.kv_tokens / tokens
-        if self.window is not None:
-            rows = min(rows, self.window_tokens / min(tokens, self.window))
-        return int(rows)
+        if self.pages is None:
+            return int(self.kv_tokens / tokens)
+        return self.pages.usable // self.pages.of_row(math.ceil(tokens))
+
+    def window_tokens(self, tokens: float) -> tuple[int, int]:
+        """Return how many tokens of layers without a window fit into the whole paged cache, and how
+        many into the memory that the windows of a row of this length take."""
+        if self.pages is None:
+            return self.kv_tokens, 0
+        page = self.pages.layout.full_blocks * self.pages.block_size
+        return self.pages.usable * page, self.pages.windows(math.ceil(tokens)) * page
 
     def __str__(self) -> str:
         parts = [f"weights {_gib(self.weights)}"]
         if self.work_space:
             parts.append(f"work space and CUDA graphs {_gib(self.work_space)}")
-        parts.append(f"KV cache {_gib(self.kv_cache)} ({self.kv_tokens:,} tokens)")
-        if self.window is not None:
-            parts.append(
-                f"cache of windows {_gib(self.window_cache)} ({self.window_tokens:,} tokens)"
-            )
+        held = f"{self.kv_tokens:,} tokens"
+        if self.pages is not None:
+            held += f" of one row, or the windows of {self.pages.usable // self.pages.row_pages:,}"
+        parts.append(f"KV cache {_gib(self.kv_cache)} ({held})")
         if self.row_states:
             parts.append(f"row states {_gib(self.row_states)}")
         if self.checkpoints:
@@ -149,27 +154,29 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, available: R
                 "left after weights and work space: lower it, or raise gpu_memory_utilization"
             )
         room = num_bytes
-    per_block = config.block_size * cache_token_bytes(uses)
-    needs, of_window, window_cache = window_needs(uses, config), 0, 0
-    if needs is not None:
-        of_window = window_blocks(needs, per_block, room, config, advice)
-        window_cache = of_window * needs.block_bytes
-    num_blocks = _num_blocks(per_block, room - window_cache, config, advice)
+    needs = window_needs(uses, config)
+    if needs is None:
+        per_block = config.block_size * cache_token_bytes(uses)
+        num_blocks = _num_blocks(per_block, room, config, advice)
+        capacity, kv_cache = (num_blocks - 1) * config.block_size, num_blocks * per_block
+    else:
+        of_page = page_bytes(uses, needs.layout, config.block_size)
+        needs = window_pages(needs, of_page, room, config, advice)
+        all_tokens = config.max_num_seqs * config.row_blocks * config.block_size
+        num_blocks, capacity = needs.layout.num_blocks, min(needs.capacity, all_tokens)
+        kv_cache = needs.layout.num_pages * of_page
     return MemoryPlan(
         weights=weight_bytes(uses),
         work_space=available.activations,
-        kv_cache=num_blocks * per_block,
+        kv_cache=kv_cache,
         num_blocks=num_blocks,
-        kv_tokens=(num_blocks - 1) * config.block_size,
+        kv_tokens=capacity,
         total=total,
         row_states=row_states,
         checkpoints=num_snapshots * state,
         num_checkpoints=num_snapshots,
         images=images,
-        window=None if needs is None else needs.window,
-        window_cache=window_cache,
-        num_window_blocks=of_window,
-        window_tokens=max(of_window - 1, 0) * config.block_size,
+        pages=needs,
     )
 
 

@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from batchgen.engine.caches.model_caches import CacheSizes, ModelCaches, paged_token_bytes
+from batchgen.engine.caches.model_caches import (
+    CacheSizes,
+    ModelCaches,
+    model_page_bytes,
+    paged_token_bytes,
+)
+from batchgen.engine.caches.page_layout import PageLayout
 from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
 from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.interface.outputs import OutputColumn
@@ -67,6 +73,14 @@ def cache_token_bytes(uses: Sequence[ModelUse]) -> int:
     """Return the bytes per token in the paged caches of all models."""
     return sum(
         paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
+    )
+
+
+def page_bytes(uses: Sequence[ModelUse], layout: PageLayout, block_size: int) -> int:
+    """Return the bytes of one page in the paged caches of all models."""
+    return sum(
+        model_page_bytes(use.model.cache_specs, use.columns, layout, block_size, use.model.dtype)
+        for use in uses
     )
 
 

@@ -1,99 +1,92 @@
-"""Divides the paged cache between layers with a sliding window and all other layers.
+"""Chooses how layers with a sliding window share the memory of the paged cache with all others.
 
-Layers with a window need only the blocks of a row's last tokens, so they have a separate pool of
-blocks. The memory plan calls `window_blocks` for the sizes of the two pools.
+Layers with a window need only the blocks of a row's last tokens. A page holds blocks either of
+these layers or of the others (`PageLayout`). The memory plan calls `window_needs` and
+`window_pages`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from math import gcd
 
-from batchgen.engine.caches.model_caches import window_token_bytes
+from batchgen.engine.caches.cache_specs import KVSpec, has_window
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.interface.engine_config import ResolvedConfig
-from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.memory.model_use import ModelUse, page_bytes
 
-_LIKELY_WINDOWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class WindowNeeds:
-    """How many window blocks rows need."""
-
-    window: int  # the largest window of these layers, in tokens
-    row_blocks: int  # the most blocks of a decoding row; enough to prefill a single row
-    most_blocks: int  # as many as all rows in flight can use, including the scratch block
-    block_bytes: int  # the bytes of one block over all these layers
+_MOST_RUNS = 64
+_LIKELY_WINDOWS = 2
+"""The length of a typical row, in windows. Pages are chosen so that little of them is unused for
+such rows; where the sizes of layers divide well, it makes no difference."""
 
 
-def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeeds | None:
-    """Return how many window blocks rows need; None if no model has layers with a window."""
+def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> PageNeeds | None:
+    """Return the best division into pages, of which only page 0 exists yet, and the windows of
+    rows; None if no model has layers with a window."""
     window = max((use.model.window or 0 for use in uses), default=0)
     if not window:
         return None
     assert not any(use.model.has_row_states for use in uses), "no model has both"
-    size, rows = config.block_size, config.max_num_seqs
+    size = config.block_size
     # The next token's window, and the tokens of a step that is not read yet and of the next step.
     ahead = max((1 + use.forward_rows) * max(use.widths) for use in uses)
     tokens = window - 1 + ahead
     row_blocks = min(-(-(tokens + size - 1) // size), config.row_blocks)
-    # In addition to decoding rows there may be a prefill, and each row may leave a prefix tail.
-    limit = rows * row_blocks + -(-config.max_batched_tokens // size)
-    if config.prefix_caching:
-        limit += rows * -(-(window - 1) // size)
-    return WindowNeeds(
-        window,
-        row_blocks,
-        min(limit, rows * config.row_blocks) + 1,
-        size * sum(window_token_bytes(use.model.cache_specs, use.model.dtype) for use in uses),
-    )
+    typical = min(_LIKELY_WINDOWS * window, config.max_model_len)
+
+    def row_bytes(layout: PageLayout) -> float:
+        needs = PageNeeds(layout, size, window, row_blocks)
+        full = typical / (layout.full_blocks * size) + 0.5  # the last page is half full on average
+        return (full + needs.windows(typical)) * page_bytes(uses, layout, size)
+
+    blocks = _blocks_of_one_size(uses)
+    # With windows only, full blocks take no memory, and even a long row should have few such pages.
+    runs = {*range(1, _MOST_RUNS + 1), -(-config.row_blocks // 16)}
+    layouts = (PageLayout(1, *blocks, each) for each in sorted(runs))
+    return PageNeeds(min(layouts, key=row_bytes), size, window, row_blocks)
 
 
-def window_blocks(
-    needs: WindowNeeds, block_bytes: int, room: int, config: ResolvedConfig, advice: str
-) -> int:
-    """Return how many of `room` bytes' worth of blocks the layers with a window get.
+def _blocks_of_one_size(uses: Sequence[ModelUse]) -> tuple[int, int]:
+    """Return how many blocks of a head's keys have the same number of bytes: of the first layer
+    with a window, and of the first one without."""
+    specs = [s for use in uses for s in use.model.cache_specs if isinstance(s, KVSpec)]
+    of_window = next(spec.head_dim for spec in specs if has_window(spec))
+    of_full = next((spec.head_dim for spec in specs if not has_window(spec)), of_window)
+    common = gcd(of_window, of_full)
+    return of_full // common, of_window // common
 
-    If memory is short, the two pools get the shares that rows of a typical length need. That length
-    is the geometric mean of `row_tokens`, but at least the window. If `row_tokens` is unknown, it
-    is the geometric mean of the window and the longest row, so that neither short nor long rows
-    leave much of one pool unused. If the user set no length either, the longest row counts as at
-    most 16 windows, because few rows are as long as a model allows. Blocks that the other layers
-    cannot use also go to the layers with a window.
+
+def window_pages(
+    needs: PageNeeds, of_page: int, room: int, config: ResolvedConfig, advice: str
+) -> PageNeeds:
+    """Return `needs` with as many pages of `of_page` bytes as fit into `room` bytes, but no more
+    than all rows in flight can use.
 
     Args:
-        block_bytes: the bytes of a block of all other layers; 0 if there are none.
         advice: what a user can do if memory is too small.
 
     Raises:
-        ValueError: the memory is too small for the windows of one row.
+        ValueError: the memory is too small for the windows of one row, or for one row of
+            `max_model_len` tokens if the user set that length.
     """
-    minimum = needs.row_blocks + 1
-    if minimum * needs.block_bytes > room:
+    longest, rows = config.max_model_len, config.max_num_seqs
+    # In addition to decoding rows there may be a prefill, and each row may leave a prefix tail.
+    limit = rows * needs.of_row(longest) + needs.windows_of_any(config.max_batched_tokens)
+    if config.prefix_caching:
+        limit += rows * needs.windows(longest)
+    number = min(room // of_page, limit + 1)
+    if number < needs.row_pages + 2:
         raise ValueError(
-            f"the windows of one row need {minimum * needs.block_bytes / 2**30:.3f} GiB of the KV "
-            f"cache, which would have {max(room, 0) / 2**30:.3f} GiB: {advice}"
+            f"the windows of one row need {(needs.row_pages + 2) * of_page / 2**30:.3f} GiB of the "
+            f"KV cache, which would have {max(room, 0) / 2**30:.3f} GiB: {advice}"
         )
-    if not block_bytes:
-        return min(needs.most_blocks, room // needs.block_bytes)
-    shortest, longest = needs.window, config.max_model_len
-    held = config.row_blocks
-    if config.row_tokens is not None:
-        shortest, longest = (min(tokens, longest) for tokens in config.row_tokens)
-        if not config.is_len_asked_for:
-            held = -(-longest // config.block_size)
-    elif not config.is_len_asked_for:
-        longest = min(longest, _LIKELY_WINDOWS * needs.window)
-    length = min(max(math.isqrt(shortest * longest), needs.window), longest)
-    of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
-    number = min(needs.most_blocks, room * needs.row_blocks // of_row)
-    # The other layers get at least the blocks of one row, or half of the memory if no row may be
-    # that long.
-    others = (held + 1) * block_bytes
-    if not config.is_len_asked_for and config.row_tokens is None:
-        others = min(others, room // 2)
-    number = max(minimum, min(number, (room - others) // needs.block_bytes))
-    most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes
-    unused = room - number * needs.block_bytes - most_others
-    return min(needs.most_blocks, number + max(unused, 0) // needs.block_bytes)
+    if config.is_len_asked_for and number <= needs.of_row(longest):
+        raise ValueError(
+            f"the KV cache would have {room / 2**30:.3f} GiB, too little for {longest:,} tokens "
+            f"({(needs.of_row(longest) + 1) * of_page / 2**30:.3f} GiB): {advice}, or lower "
+            "max_model_len"
+        )
+    return replace(needs, layout=replace(needs.layout, num_pages=number))

@@ -114,6 +114,9 @@ class Sequence:
     # later token attends to what these blocks held.
     window_table: list[int] = field(default_factory=list)
     num_passed_blocks: int = 0
+    # The pages of the paged cache that the row fills with blocks of each table; 0: none.
+    full_page: int = 0
+    window_page: int = 0
     state_slot: int = 0
     # The state slot of the snapshot that the row starts from, until the snapshot is copied.
     restore_from: int | None = None

@@ -94,20 +94,18 @@ class Admission:
         tokens = np.append(tokens, seq.num_tokens)
         prompts = np.append(running.prompt_lens[slots], seq.num_prompt_tokens)
         longest = np.append(running.max_tokens[slots], seq.max_tokens)
-        size, window = self._block_manager.block_size, self._block_manager.window
-        if (-(-longest // size)).sum() * size <= self._block_manager.capacity:
-            if window is None or window.will_hold(longest):
-                return True  # even if every row gets as long as it can
+        needs = self._block_manager.needs
+        if needs.of_row(longest).sum() <= needs.usable:
+            return True  # even if every row gets as long as it can
         limits = longest - prompts
         exact = np.append(running.exact[slots], seq.stop.exact_length)
         generated = tokens - prompts
         remaining = self.lengths.predict(generated, limits, exact) - generated
-        if window is not None and not window.will_hold(tokens + remaining):
-            return False
+        left = needs.usable - int(needs.windows(tokens + remaining).sum())
         if chunk_tokens:  # the other rows decode while the new one is prefilled beside them
             remaining[-1] += seq.num_tokens // chunk_tokens
         # A shared prefix is counted once, with the row that computed it.
-        prefix = len(self._block_manager.find_prefix(seq).blocks) * size
+        prefix = len(self._block_manager.find_prefix(seq).blocks) * needs.block_size
         shared = np.append(running.shared[slots], prefix)
-        peak = peak_tokens(tokens - shared + size, remaining)
-        return peak <= self._block_manager.capacity
+        page = needs.block_size * needs.layout.full_blocks
+        return peak_tokens(tokens - shared + page, remaining) <= left * page

@@ -1,18 +1,20 @@
 """Hands out the blocks of the paged cache, and keeps the prefix cache.
 
 The scheduler asks `BlockManager` for the blocks of each row. *Headroom* is the number of blocks
-that must stay free when a row is admitted, so that running rows can grow.
+that rows must still be able to get when a row is admitted, so that running rows can grow.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 from math import lcm
 
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.page_pool import PagePool
 from batchgen.engine.scheduling.prefix import Prefix, block_digests
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 
@@ -20,11 +22,12 @@ from batchgen.engine.scheduling.window_blocks import WindowBlocks
 class BlockManager:
     """Hands out the blocks of the paged cache, and the state slots of models with recurrent layers.
 
-    A block is free, or owned by one or more rows. Full blocks of known tokens are published under a
-    hash of their tokens and of all tokens before them, so that rows with a common prefix share its
-    blocks. A published block without owners stays in the prefix cache until it is handed out again.
-    Blocks are handed out in the order in which they were freed. Block 0 is scratch and never handed
-    out.
+    A block is free, or owned by one or more rows. Blocks that known tokens fill are published under
+    a hash of their tokens and of all tokens before them, so that rows with a common prefix share
+    its blocks. A published block without owners stays in the prefix cache until its page is handed
+    out again. Pages are handed out in the order in which they were freed; with sliding windows,
+    those come first that hold nothing for other rows. Block 0 is scratch and never handed out. A
+    page may have several blocks: a row fills a page of its own before it takes the next one.
 
     With recurrent layers, a prefix can be reused only if there is a snapshot of the state at its
     end. A prefill leaves one snapshot at the last possible position of its prompt, and another
@@ -37,54 +40,39 @@ class BlockManager:
         state_multiple: a snapshot can be taken only after a multiple of this many tokens.
         tokens_ahead: the number of later tokens on which some model's cache entry of a token
             depends. A block is then shared only by rows that agree in these tokens, too.
-        window: the blocks of layers with a sliding window; None for models without such layers.
         prompts_only: share only blocks of prompts, because generated tokens are computed in another
             way.
     """
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        needs: PageNeeds,
         prefix_caching: bool,
         states: StateSlots | None = None,
         state_multiple: int = 1,
         tokens_ahead: int = 0,
-        window: WindowBlocks | None = None,
         prompts_only: bool = False,
     ) -> None:
-        assert num_blocks >= 2 and block_size >= 1
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.needs, self._layout, self.pool = needs, needs.layout, PagePool(needs.layout)
+        self.block_size, self._per_page = needs.block_size, needs.layout.full_blocks
+        self.capacity = needs.capacity  # the most tokens of a row that runs alone
         self.prefix_caching = prefix_caching
-        self._owners = [0] * num_blocks
-        self._free = OrderedDict.fromkeys(range(1, num_blocks))
-        self._hash_of: dict[int, bytes] = {}
+        self._owners: Counter[int] = Counter()
+        self._hashes: dict[int, dict[int, bytes]] = {}  # of published blocks, by page and block
         self._published: dict[bytes, int] = {}
-        self.states, self.window = states, window
+        self.states = states
+        self.window = WindowBlocks(needs, self.pool) if needs.window else None
         # With snapshots or tails, rows can start only from prompts: generated tokens leave neither.
-        self._needs_ends = states is not None or window is not None
+        self._needs_ends = states is not None or self.window is not None
         self._within_prompts = self._needs_ends or prompts_only
         self._ahead = tokens_ahead
         # A snapshot can be taken only after a multiple of this many blocks.
-        self._snapshot_blocks = lcm(block_size, state_multiple) // block_size
-
-    @property
-    def capacity(self) -> int:
-        """The number of tokens that fit into all blocks but the scratch block."""
-        return (self.num_blocks - 1) * self.block_size
-
-    @property
-    def num_free(self) -> int:
-        """The number of blocks that no row owns, including published ones."""
-        return len(self._free)
+        self._snapshot_blocks = lcm(self.block_size, state_multiple) // self.block_size
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that rows own, from 0 to 1; with two pools, the larger of the two
-        shares."""
-        usage = 1 - self.num_free / (self.num_blocks - 1)
-        return usage if self.window is None else max(usage, self.window.usage)
+        """The share of the pages in which rows own blocks, from 0 to 1."""
+        return 1 - self.pool.num_free / self.needs.usable
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks this many tokens of a row take."""
@@ -92,16 +80,21 @@ class BlockManager:
 
     def room_of(self, seq: Sequence) -> int:
         """Return how many tokens fit into the row's blocks."""
-        blocks = len(seq.block_table)
-        if self.window is not None:
-            blocks = min(blocks, len(seq.window_table))
-        return blocks * self.block_size
+        tables = (seq.block_table,) if self.window is None else (seq.block_table, seq.window_table)
+        return min(map(len, tables)) * self.block_size
 
-    def lacks(self, num_blocks: int) -> bool:
-        """Return whether fewer than `num_blocks` blocks are free."""
-        if self.window is not None and num_blocks > self.window.num_free:
-            return True
-        return num_blocks > self.num_free
+    def new_pages(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many pages the row lacks before its blocks hold `num_tokens` tokens."""
+        new = self.blocks_for(num_tokens) - len(seq.block_table) - self._left(seq)
+        pages = max(-(-new // self._per_page), 0)
+        return pages if self.window is None else pages + self.window.new_pages(seq, num_tokens)
+
+    def _left(self, seq: Sequence) -> int:
+        """Return how many more blocks fit into the page that the row fills."""
+        if self._per_page == 1 or not seq.block_table:
+            return 0
+        page, index = self._layout.page_of(seq.block_table[-1])
+        return self._per_page - 1 - index if page == seq.full_page else 0
 
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Find the longest cached prefix of the tokens that the row has to prefill.
@@ -157,7 +150,7 @@ class BlockManager:
             return Prefix(blocks[:count], slot, branch_tokens=branch * self.block_size, tail=tail)
         return Prefix([], branch_tokens=longest * self.block_size)
 
-    def admit(self, seq: Sequence, headroom: int) -> bool:
+    def admit(self, seq: Sequence, headroom: int, most_tokens: int = 0) -> bool:
         """Give a row that owns no blocks the blocks for its known tokens, sharing those of a cached
         prefix.
 
@@ -165,24 +158,34 @@ class BlockManager:
         `seq.num_computed_tokens` is the length of the cached prefix. Blocks of layers with a
         sliding window are reserved later, chunk by chunk.
 
+        Args:
+            headroom: the number of running rows; 0 admits any row that fits alone.
+            most_tokens: the most tokens that the row will ever need room for.
+
         Returns:
-            False, with nothing changed, if fewer than `headroom` blocks would stay free, or if the
-                row can start from a longer prefix one batch later.
+            False, with nothing changed, if there would be too little headroom, or if the row can
+                start from a longer prefix one batch later.
         """
         assert not seq.block_table and not seq.num_computed_tokens
         prefix = self.find_prefix(seq)
         if prefix.is_pending:
             return False
+        full, tail = self._pages_of(prefix)
+        tokens = max(most_tokens - len(prefix.blocks) * self.block_size, 0)
+        run = max((run.end - run.start for run in seq.runs), default=0)
+        if not self.needs.fits_after(len(full), len(tail), tokens, run):
+            prefix, full, tail = Prefix([]), set(), set()
         cached = prefix.blocks
-        idle = sum(1 for block in cached if block in self._free)
-        new = self.blocks_for(seq.num_tokens) - len(cached)
-        if self.num_free - idle - new < headroom:
-            return False
-        if not self._window_fits(seq, prefix, headroom):
+        tokens = seq.num_tokens - len(cached) * self.block_size
+        needed = self.needs.full(tokens) + self.needs.full(headroom * self.block_size)
+        if self.window is not None and headroom:
+            # The beginning of the prefill, up to one window; a row alone can have any chunks.
+            needed += self.needs.windows(min(tokens, self.needs.window))
+            needed += -(-headroom // self._layout.window_blocks)
+        if sum(map(self.pool.is_free, full | tail)) + needed > self.pool.num_free:
             return False
         for block in cached:
-            self._free.pop(block, None)
-            self._owners[block] += 1
+            self._own(block)
         seq.block_table.extend(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
         seq.branch_tokens = prefix.branch_tokens
@@ -191,19 +194,15 @@ class BlockManager:
             seq.restore_from = prefix.snapshot
         if self.window is not None:
             self.window.start(seq, len(cached), prefix.tail)
-        self._extend(seq, new)
+        self._extend(seq, self.blocks_for(tokens))
         return True
 
-    def _window_fits(self, seq: Sequence, prefix: Prefix, headroom: int) -> bool:
-        """Return whether the window pool has blocks for the beginning of the row's prefill (up to
-        one window) and `headroom` more. Always True if no other row runs: such a row can be
-        prefilled in chunks of any size."""
-        if self.window is None or not headroom:
-            return True
-        idle = 0 if prefix.tail is None else self.window.idle(prefix.tail)
-        tokens = seq.num_tokens - len(prefix.blocks) * self.block_size
-        new = self.blocks_for(min(tokens, self.window.window))
-        return self.window.num_free - idle - new >= headroom
+    def _pages_of(self, prefix: Prefix) -> tuple[set[int], set[int]]:
+        """Return the pages with the prefix's blocks, and those with its window tail."""
+        full = {self._layout.page_of(block)[0] for block in prefix.blocks}
+        if self.window is None or prefix.tail is None:
+            return full, set()
+        return full, self.window.tail_pages(prefix.tail)
 
     def chunk_room(self, seq: Sequence) -> int | None:
         """Return how many tokens of a row can be prefilled next with the free blocks; None if
@@ -211,10 +210,9 @@ class BlockManager:
         return None if self.window is None else self.window.room(seq) - seq.num_computed_tokens
 
     def reserve_chunk(self, seq: Sequence, end: int) -> None:
-        """Reserve the window blocks for a prefill of the row's tokens up to `end`. There must be
-        enough (`chunk_room`); all other blocks were reserved at admission."""
+        """Reserve the window blocks for a prefill up to `end`; there must be enough."""
         if self.window is not None:
-            self.window.reserve(seq, end)
+            self.window.reserve(seq, end, self._take_page)
 
     def snapshots(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         """Reserve the snapshots, and keep the window tails, of a prefill of the row's tokens from
@@ -243,48 +241,62 @@ class BlockManager:
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Extend the row's block tables until they hold `num_tokens` tokens. Returns False, with
         nothing changed, if too few blocks are free."""
-        new = self.blocks_for(num_tokens) - len(seq.block_table)
-        if new > self.num_free:
+        if self.new_pages(seq, num_tokens) > self.pool.num_free:
             return False
-        if self.window is not None:
-            if num_tokens > self.window.room(seq):
-                return False
-            self.window.reserve(seq, num_tokens)
-        self._extend(seq, new)
+        self.reserve_chunk(seq, num_tokens)
+        self._extend(seq, self.blocks_for(num_tokens) - len(seq.block_table))
         return True
 
     def _extend(self, seq: Sequence, num_blocks: int) -> None:
-        """Append a number of free blocks to the row's block table."""
+        """Append a number of new blocks to the row's block table."""
         for _ in range(num_blocks):
-            block, _ = self._free.popitem(last=False)
-            digest = self._hash_of.pop(block, None)
-            if digest is not None:
-                del self._published[digest]
-                if self.states is not None:
-                    self.states.forget(digest)
-                if self.window is not None:
-                    self.window.forget(digest)
-            self._owners[block] = 1
+            left = self._left(seq)
+            if not left:
+                seq.full_page, left = self._take_page(), self._per_page
+            block = self._layout.full_block(seq.full_page, self._per_page - left)
+            self._own(block)
             seq.block_table.append(block)
+
+    def _take_page(self) -> int:
+        """Take a free page, and remove what it holds from the prefix cache."""
+        page = self.pool.take()
+        for digest in self._hashes.pop(page, {}).values():
+            del self._published[digest]
+            if self.states is not None:
+                self.states.forget(digest)
+            if self.window is not None:
+                self.window.forget(digest)
+        if self.window is not None:
+            self.window.forget_page(page)
+        return page
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Take back the blocks that the row's first `num_tokens` tokens do not need."""
         while len(seq.block_table) > self.blocks_for(num_tokens):
             block = seq.block_table.pop()
-            assert self._owners[block] == 1 and block not in self._hash_of, "a shared lookahead"
+            seq.full_page = self._layout.page_of(block)[0]
+            assert self._owners[block] == 1, "a shared lookahead"
+            assert block not in self._hashes.get(seq.full_page, ()), "a published lookahead"
             self._release(block)
         if self.window is not None:
             self.window.trim(seq, self.blocks_for(num_tokens))
 
+    def _own(self, block: int) -> None:
+        """Add one owner of a block."""
+        if not self._owners[block]:
+            self.pool.hold(self._layout.page_of(block)[0])
+        self._owners[block] += 1
+
     def _release(self, block: int) -> None:
-        """Remove one owner; a block without owners is free and last in line to be handed out."""
+        """Remove one owner of a block."""
         self._owners[block] -= 1
         if not self._owners[block]:
-            self._free[block] = None
+            del self._owners[block]
+            page = self._layout.page_of(block)[0]
+            self.pool.release(page, last=page in self._hashes or self.window is None)
 
     def publish_snapshots(self) -> None:
-        """Let rows find the snapshots that were reserved so far. The batch that writes them was
-        launched, so it runs before any later forward."""
+        """Let rows find the snapshots reserved so far: their batch was launched."""
         if self.states is not None:
             self.states.publish()
 
@@ -307,9 +319,11 @@ class BlockManager:
         digests = self._digests(seq, full)
         for i in range(seq.num_published_blocks, full):
             block = seq.block_table[i]
-            if digests[i] not in self._published and block not in self._hash_of:
-                self._published[digests[i]] = block
-                self._hash_of[block] = digests[i]
+            if digests[i] not in self._published:
+                of_page = self._hashes.setdefault(self._layout.page_of(block)[0], {})
+                if block not in of_page:
+                    self._published[digests[i]] = block
+                    of_page[block] = digests[i]
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
@@ -318,6 +332,7 @@ class BlockManager:
         for block in reversed(seq.block_table):
             self._release(block)
         seq.block_table.clear()
+        seq.full_page = 0
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
         if self.window is not None:
@@ -331,15 +346,18 @@ class BlockManager:
         return block_digests(seq, num_blocks, self.block_size, self._ahead)
 
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that owner counts, free blocks and published hashes agree."""
+        """Assert that owner counts, pages and published hashes agree."""
         seqs = list(seqs)
         owned = Counter(block for seq in seqs for block in seq.block_table)
         assert 0 not in owned, "a row owns the scratch block"
-        for block in range(1, self.num_blocks):
-            assert self._owners[block] == owned[block], f"block {block}: wrong owner count"
-            assert (block in self._free) == (owned[block] == 0), f"block {block}: free and owned"
-        assert {b: h for h, b in self._published.items()} == self._hash_of, "unmatched hashes"
+        assert +self._owners == owned, "wrong owner counts"
+        hashes = [item for of_page in self._hashes.values() for item in of_page.items()]
+        assert {b: h for h, b in self._published.items()} == dict(hashes), "unmatched hashes"
         slots = [seq.state_slot for seq in seqs if seq.state_slot]
         assert len(set(slots)) == len(slots), "two rows have one state slot"
+        pages = Counter(self._layout.page_of(block)[0] for block in owned)
         if self.window is not None:
-            self.window.check_integrity(seqs)
+            of_windows = self.window.check_integrity(seqs)
+            assert not pages.keys() & of_windows.keys(), "a page holds blocks of both kinds"
+            pages += of_windows
+        self.pool.check_integrity(pages)

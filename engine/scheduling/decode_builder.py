@@ -67,8 +67,9 @@ class DecodeBuilder:
     def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
         """Return whether too few blocks are free for the R rows at these slots to hold `needed` [R]
         tokens."""
-        missing = -(-(needed - self._running.reserved[slots]) // self._blocks.block_size)
-        return self._blocks.lacks(int(np.maximum(missing, 0).sum()))
+        lacking = np.flatnonzero(needed > self._running.reserved[slots]).tolist()
+        new = (self._blocks.new_pages(self._running[slots[i]], int(needed[i])) for i in lacking)
+        return sum(new) > self._blocks.pool.num_free
 
     def _reserve(
         self,

@@ -281,7 +281,8 @@ class Scheduler:
         # once.
         if not self._admission.will_fit(seq, self.running, self.limits.chunk_tokens):
             return None
-        if not self.block_manager.admit(seq, headroom=len(self.running)):
+        most_tokens = int(self._pacing.most_cache_tokens(np.array([seq.max_tokens]))[0])
+        if not self.block_manager.admit(seq, len(self.running), most_tokens):
             return None
         if self._adapters is not None:
             self._adapters.start(seq, self.running, is_first=seq is self._waiting[0])

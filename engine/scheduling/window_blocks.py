@@ -1,71 +1,43 @@
 """Hands out the blocks of layers with a sliding window, and takes back those that a window has
 passed.
 
-Such a layer reads only the last tokens of a row. So its blocks form a separate pool, and a long row
-needs few of them. `BlockManager` calls `WindowBlocks` and keeps the pool of all other layers
-itself.
+Such a layer reads only the last tokens of a row. So it has blocks of its own, and a long row needs
+few of them. `BlockManager` calls `WindowBlocks` and keeps the blocks of all other layers itself.
+Both take pages from one `PagePool`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.page_pool import PagePool
 
 
 class WindowBlocks:
-    """The pool of blocks of all layers with a sliding window.
+    """The blocks of all layers with a sliding window.
 
     The entries of a row's `window_table` correspond to those of its `block_table`. Blocks that lie
-    wholly before the window of the row's next token go back to the pool, and their entries become
-    0. A row gets its blocks chunk by chunk while it is prefilled, so that even a long prompt needs
+    wholly before the window of the row's next token are taken back, and their entries become 0. A
+    row gets its blocks chunk by chunk while it is prefilled, so that even a long prompt needs
     blocks for one window and one chunk only.
 
-    A *tail* is the blocks of the window that ends with a prefix. Another row can start after that
-    prefix as long as none of its tail's blocks was handed out again. Blocks of tails are handed out
-    last, in the order in which they were freed. Block 0 is scratch and never handed out.
+    A row fills a page of its own before it takes the next one.
 
-    Args:
-        window: the most tokens that a query attends to in any of the layers, including its own
-            token.
-        row_blocks: the most blocks that a decoding row has.
+    A *tail* is the blocks of the window that ends with a prefix. Another row can start after that
+    prefix as long as none of its tail's blocks was handed out again. Pages with blocks of tails are
+    handed out last, in the order in which they were freed. Block 0 is scratch and never handed out.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int, row_blocks: int) -> None:
-        assert num_blocks > row_blocks >= 1 and window >= 1
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.window, self.row_blocks = window, row_blocks
-        self._owners = [0] * num_blocks
-        self._free = OrderedDict.fromkeys(range(1, num_blocks))
+    def __init__(self, needs: PageNeeds, pool: PagePool) -> None:
+        assert needs.usable > needs.row_pages
+        self._pool, self._per_page = pool, needs.layout.window_blocks
+        self.block_size, self.window = needs.block_size, needs.window
+        self._owners = [0] * needs.layout.num_window_blocks
         self._tails: dict[bytes, tuple[int, ...]] = {}
         self._tails_of: dict[int, set[bytes]] = {}
-
-    @property
-    def num_free(self) -> int:
-        """The number of blocks that no row owns, including those of tails."""
-        return len(self._free)
-
-    @property
-    def usage(self) -> float:
-        """The share of the blocks that rows own, from 0 to 1."""
-        return 1 - self.num_free / (self.num_blocks - 1)
-
-    @property
-    def chunk_capacity(self) -> int:
-        """The most tokens of a row that one prefill can read if no other row runs."""
-        # The first token's window takes blocks, too, and the chunk may start and end inside a
-        # block.
-        blocks = self.num_blocks - 1 - -(-(self.window - 1) // self.block_size)
-        return max(blocks - 2, 0) * self.block_size
-
-    def will_hold(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Return whether rows that grow to `lengths` [R] tokens fit together."""
-        blocks = np.minimum(-(-lengths // self.block_size), self.row_blocks)
-        return int(blocks.sum()) < self.num_blocks
 
     def passed(self, position: int) -> int:
         """Return the number of first blocks of a row that no token at `position` or later attends
@@ -76,9 +48,9 @@ class WindowBlocks:
         """Return whether a row can start after the prefix with this digest."""
         return digest in self._tails
 
-    def idle(self, digest: bytes) -> int:
-        """Return how many blocks in the tail of the prefix with this digest no row owns."""
-        return sum(block in self._free for block in self._tails[digest])
+    def tail_pages(self, digest: bytes) -> set[int]:
+        """Return the pages with the tail of the prefix with this digest."""
+        return {block // self._per_page for block in self._tails[digest]}
 
     def start(self, seq: Sequence, num_blocks: int, digest: bytes | None) -> None:
         """Give a row that owns no window blocks the tail of a prefix.
@@ -90,28 +62,50 @@ class WindowBlocks:
         assert not seq.window_table
         tail = () if digest is None else self._tails[digest]
         for block in tail:
-            self._free.pop(block, None)
-            self._owners[block] += 1
+            self._own(block)
         seq.num_passed_blocks = num_blocks - len(tail)
         seq.window_table = [0] * seq.num_passed_blocks + list(tail)
 
-    def room(self, seq: Sequence) -> int:
-        """Return how many tokens the row's blocks could hold if it got all free blocks."""
-        return (len(seq.window_table) + self.num_free) * self.block_size
+    def _own(self, block: int) -> None:
+        """Add one owner of a block."""
+        if not self._owners[block]:
+            self._pool.hold(block // self._per_page)
+        self._owners[block] += 1
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> None:
-        """Extend the row's table until it holds `num_tokens` tokens; at most `room`."""
+    def _left(self, seq: Sequence) -> int:
+        """Return how many more blocks fit into the page that the row fills."""
+        last = seq.window_table[-1] if seq.window_table else 0
+        page, index = divmod(last, self._per_page)
+        return self._per_page - 1 - index if last and page == seq.window_page else 0
+
+    def room(self, seq: Sequence) -> int:
+        """Return how many tokens the row's blocks could hold if it got all free pages."""
+        new = self._left(seq) + self._pool.num_free * self._per_page
+        return (len(seq.window_table) + new) * self.block_size
+
+    def new_pages(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many pages the row must get before its blocks hold `num_tokens` tokens."""
+        new = -(-num_tokens // self.block_size) - len(seq.window_table) - self._left(seq)
+        return max(-(-new // self._per_page), 0)
+
+    def reserve(self, seq: Sequence, num_tokens: int, take_page: Callable[[], int]) -> None:
+        """Extend the row's table until it holds `num_tokens` tokens, with pages from `take_page`;
+        there must be `new_pages`."""
         for _ in range(-(-num_tokens // self.block_size) - len(seq.window_table)):
-            block, _ = self._free.popitem(last=False)
-            for digest in tuple(self._tails_of.get(block, ())):
-                self.forget(digest)
-            self._owners[block] = 1
+            if self._left(seq):
+                block = seq.window_table[-1] + 1
+            else:
+                seq.window_page = take_page()
+                block = seq.window_page * self._per_page
+            self._own(block)
             seq.window_table.append(block)
 
     def trim(self, seq: Sequence, num_blocks: int) -> None:
         """Take back the row's blocks after the first `num_blocks`."""
         while len(seq.window_table) > num_blocks:
-            self._release(seq.window_table.pop())
+            block = seq.window_table.pop()
+            seq.window_page = block // self._per_page
+            self._release(block)
 
     def pass_blocks(self, seq: Sequence, num_blocks: int) -> None:
         """Take back the row's first `num_blocks` blocks, which its window has passed. All forwards
@@ -125,15 +119,23 @@ class WindowBlocks:
         """Take back all blocks of a row."""
         for block in seq.window_table[seq.num_passed_blocks :]:
             self._release(block)
-        seq.window_table, seq.num_passed_blocks = [], 0
+        seq.window_table, seq.num_passed_blocks, seq.window_page = [], 0, 0
 
     def _release(self, block: int) -> None:
-        """Remove one owner of a block. A block without owners becomes the next to be handed out, or
-        the last if it belongs to a tail."""
+        """Remove one owner of a block. A page without owned blocks becomes the next to be handed
+        out, or the last if it has blocks of a tail."""
         self._owners[block] -= 1
         if not self._owners[block]:
-            self._free[block] = None
-            self._free.move_to_end(block, last=block in self._tails_of)
+            page = block // self._per_page
+            self._pool.release(page, last=self._has_tails(page))
+
+    def _blocks_of(self, page: int) -> range:
+        """Return the window blocks of a page."""
+        return range(page * self._per_page, (page + 1) * self._per_page)
+
+    def _has_tails(self, page: int) -> bool:
+        """Return whether any block of the page belongs to a tail."""
+        return any(block in self._tails_of for block in self._blocks_of(page))
 
     def keep_tail(self, seq: Sequence, num_blocks: int, digest: bytes) -> None:
         """Let other rows start after the row's first `num_blocks` blocks, whose digest is given.
@@ -156,19 +158,26 @@ class WindowBlocks:
             digests.remove(digest)
             if not digests:
                 del self._tails_of[block]
-                if block in self._free:
-                    self._free.move_to_end(block, last=False)
+                if not self._has_tails(block // self._per_page):
+                    self._pool.move_first(block // self._per_page)
 
-    def check_integrity(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that owner counts, free blocks, tables and tails agree."""
+    def forget_page(self, page: int) -> None:
+        """Drop the tails that have blocks in a page that is handed out."""
+        for block in self._blocks_of(page):
+            for digest in tuple(self._tails_of.get(block, ())):
+                self.forget(digest)
+
+    def check_integrity(self, seqs: Iterable[Sequence]) -> Counter[int]:
+        """Assert that owner counts, tables and tails agree. Returns the number of owned blocks of
+        each page."""
         owned: Counter[int] = Counter()
         for seq in seqs:
             assert not any(seq.window_table[: seq.num_passed_blocks]), "a passed block is kept"
             owned.update(seq.window_table[seq.num_passed_blocks :])
         assert 0 not in owned, "a row owns the scratch block"
-        for block in range(1, self.num_blocks):
-            assert self._owners[block] == owned[block], f"block {block}: wrong owner count"
-            assert (block in self._free) == (owned[block] == 0), f"block {block}: free and owned"
+        for block, owners in enumerate(self._owners):
+            assert owners == owned[block], f"window block {block}: wrong owner count"
         of_tails = {(block, d) for d, tail in self._tails.items() for block in tail}
         known = {(block, d) for block, digests in self._tails_of.items() for d in digests}
         assert of_tails == known, "unmatched tails"
+        return Counter(block // self._per_page for block in owned)

@@ -30,6 +30,7 @@ class Work:
         width, min_width: the most and the fewest tokens that a row gets in a forward; `min_width`
             is 0 for block diffusion.
         rows, kv_tokens: the most rows, and tokens of the cache, that are in use at the same time.
+        window_tokens: how many tokens of the cache the sliding windows of a row take.
         batched_tokens: the most tokens of a prefill.
         weight_bytes: bytes of the weights that are loaded.
         prefix: the mean number of tokens at the start of a prompt that are in the cache.
@@ -51,6 +52,7 @@ class Work:
     prefix: float = 0
     samples: int = 1
     block: int = 16
+    window_tokens: int = 0
     seen: Calibration | None = None
 
     @property
@@ -75,7 +77,8 @@ def run_time(
         answers: [R] the tokens of a sample of the answers, which stands for all.
     """
     prompt, answer = float(work.prompts.mean()), float(np.maximum(answers, 1).mean())
-    rows = int(max(min(work.rows, total, work.kv_tokens // (prompt + answer)), 1))
+    of_row = prompt + answer + work.window_tokens
+    rows = int(max(min(work.rows, total, work.kv_tokens // of_row), 1))
     steps_per_row = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
     last = steps_per_row[((np.arange(rows) + 0.5) / rows * len(steps_per_row)).astype(np.int64)]
     full = (total - rows) * float(steps_per_row.mean()) / rows

@@ -43,10 +43,11 @@ def _memory(plan: Plan) -> str:
         text += f", {size_text(engine.row_bytes)} of state for a row"
     if memory is None:
         return text
-    if engine.token_bytes:
+    if engine.window_bytes:
+        what = "both" if engine.token_bytes else "windows"
+        text += f", {size_text(memory.kv_cache)} for {what}"
+    elif engine.token_bytes:
         text += f", {size_text(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
-    if memory.window_cache:
-        text += f", {size_text(memory.window_cache)} for windows"
     if (ranks := plan.config.engine.tensor_parallel) > 1:
         text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"

@@ -123,15 +123,18 @@ class _Planner:
         likely = samples.number.likely
         # The rows that still need an answer, without those that will have an error.
         rows = self._outline.answers / likely - self._outline.rows * scan.bad_share
+        longest = scan.longest_answer or sampling.max_new_tokens
+        kv_tokens, window_tokens = memory.window_tokens(float(scan.lengths.mean()) + longest)
         work = Work(
             prompts=scan.lengths,
             answers=samples.number.times(max(rows, 1 / likely)),
-            longest=scan.longest_answer or sampling.max_new_tokens,
+            longest=longest,
             exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
             width=max(engine.uses[TARGET].widths),
             min_width=self._opened.strategy.least_tokens,
-            rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
-            kv_tokens=memory.kv_tokens,
+            rows=settings.max_num_seqs,
+            kv_tokens=kv_tokens,
+            window_tokens=window_tokens,
             batched_tokens=settings.max_batched_tokens,
             weight_bytes=engine.weight_bytes,
             prefix=prefix if cached else 0,

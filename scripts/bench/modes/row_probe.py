@@ -265,4 +265,4 @@ class Probe:
             if self.blocks.states is not None:
                 self.blocks.states.forget(digest)
         self.blocks._published.clear()
-        self.blocks._hash_of.clear()
+        self.blocks._hashes.clear()

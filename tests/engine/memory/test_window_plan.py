@@ -1,4 +1,4 @@
-"""How memory is divided between layers with a sliding window and all others."""
+"""How layers with a sliding window and all others share the memory of pages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig, Sizes
 from batchgen.engine.memory.memory_plan import MemoryPlan, Room, divide_memory
-from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.memory.model_use import ModelUse, page_bytes
 from batchgen.engine.memory.window_plan import window_needs
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GPT_OSS_20B = [KVSpec(64, 8, 64, 128), KVSpec(64, 8, 64)] * 12
 GPT_OSS_120B = [KVSpec(64, 8, 64, 128), KVSpec(64, 8, 64)] * 18
 GEMMA3_27B = [KVSpec(32, 16, 128, None if i % 6 == 5 else 1024) for i in range(62)]
+GEMMA4_26B = [KVSpec(16, 2, 512) if i % 6 == 5 else KVSpec(16, 8, 256, 1024) for i in range(30)]
+EXAONE_MOE = [KVSpec(64, 8, 128, None if i % 4 == 3 else 128) for i in range(48)]
 GEMMA4_31B = [KVSpec(32, 4, 512) if i % 6 == 5 else KVSpec(32, 16, 256, 1024) for i in range(60)]
 MISTRAL = [KVSpec(32, 8, 128, 4096)] * 32
 
@@ -58,74 +60,59 @@ def test_bytes_of_a_token_and_of_a_window(
     assert paged_token_bytes(specs, (), torch.bfloat16) == of_token
     window = max(spec.window or 0 for spec in specs)
     assert window * window_token_bytes(specs, torch.bfloat16) == of_window
-    plan = divide_memory([use_of(specs)], settings_of(131072), Room(60 * GIB))
-    assert plan.kv_cache == plan.num_blocks * 16 * of_token
-    assert plan.window_cache * window == plan.num_window_blocks * 16 * of_window
-
-
-def test_small_windows_leave_nearly_all_memory_to_the_other_layers() -> None:
-    plan = divide_memory([use_of(GPT_OSS_20B)], settings_of(131072), Room(60 * GIB))
-    needs = window_needs([use_of(GPT_OSS_20B)], settings_of(131072))
-    assert needs is not None and needs.row_blocks == 9
-    assert plan.num_window_blocks == needs.most_blocks and plan.window_cache < 2 * GIB
-    assert plan.kv_tokens > 2_400_000 and plan.window_rows is not None and plan.window_rows > 256
-    assert "cache of windows" in str(plan)
-
-
-def test_rows_of_a_length_that_nobody_asked_for_are_taken_to_be_shorter() -> None:
-    room = Room(60 * GIB)
-    asked = divide_memory([use_of(GEMMA3_27B)], settings_of(131072), room)
-    plan = divide_memory([use_of(GEMMA3_27B)], settings_of(131072, asked=False), room)
-    assert plan.fitting_rows(800) > 1.5 * asked.fitting_rows(800)
-    assert plan.kv_tokens > 131072  # still one row of that length
-    short = settings_of(2048, asked=False)
-    assert divide_memory([use_of(GEMMA3_27B)], short, room) == divide_memory(
-        [use_of(GEMMA3_27B)], settings_of(2048), room
-    )
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "likely"), [((200, 1200), 1150), ((6000, 6300), 6200), ((500, 33_000), 4000)]
+    ("specs", "blocks", "unused"),
+    [
+        (GPT_OSS_20B, (1, 1), 0),
+        (GPT_OSS_120B, (1, 1), 0),
+        (GEMMA3_27B, (1, 5), 0.04),
+        (GEMMA4_31B, (2, 20), 0),
+        (GEMMA4_26B, (2, 20), 0),
+        (EXAONE_MOE, (1, 3), 0),
+    ],
 )
-def test_memory_is_divided_by_the_rows_that_are_likely(
-    row_tokens: tuple[int, int], likely: int
+def test_a_page_has_room_for_either_kind_of_block(
+    specs: list[KVSpec], blocks: tuple[int, int], unused: float
 ) -> None:
-    uses, room = [use_of(GEMMA3_27B)], Room(15 * GIB)
-    blind = divide_memory(uses, settings_of(131072, asked=False), room)
-    plan = divide_memory(uses, settings_of(131072, asked=False, row_tokens=row_tokens), room)
-    of_token = paged_token_bytes(GEMMA3_27B, (), torch.bfloat16)
-    of_window = window_token_bytes(GEMMA3_27B, torch.bfloat16)
-    possible = 15 * GIB / (likely * of_token + min(likely, 1024 + 32) * of_window)
-    assert plan.fitting_rows(likely) > 0.9 * possible > blind.fitting_rows(likely)
-    assert plan.kv_tokens >= row_tokens[1]  # the longest is not refused
-    asked = settings_of(131072, row_tokens=row_tokens)
-    assert divide_memory(uses, asked, room).kv_tokens >= 131072
+    needs = window_needs([use_of(specs)], settings_of(131072))
+    assert needs is not None
+    layout = needs.layout
+    assert (layout.window_blocks, layout.full_blocks) == blocks
+    of_page = page_bytes([use_of(specs)], layout, 16)
+    windows = 16 * blocks[0] * window_token_bytes(specs, torch.bfloat16)
+    full = 16 * blocks[1] * paged_token_bytes(specs, (), torch.bfloat16)
+    assert max(windows, full) == of_page and min(windows, full) >= (1 - unused) * of_page
+    plan = divide_memory([use_of(specs)], settings_of(131072), Room(60 * GIB))
+    assert plan.pages is not None and plan.kv_cache == plan.pages.layout.num_pages * of_page
+    assert 60 * GIB - of_page < plan.kv_cache <= 60 * GIB
 
 
-def test_a_long_row_that_nobody_asked_for_leaves_half_of_the_room_to_windows() -> None:
-    room = Room(10 * GIB)
-    asked = divide_memory([use_of(GEMMA4_31B)], settings_of(120_000), room)
-    assert asked.kv_tokens >= 120_000 and asked.fitting_rows(1000) <= 1
-    plan = divide_memory([use_of(GEMMA4_31B)], settings_of(262_144, asked=False), room)
-    assert plan.fitting_rows(1000) >= 6 and plan.kv_tokens > 60_000
+@pytest.mark.parametrize("length", [300, 1150, 6200, 33_000])
+@pytest.mark.parametrize("specs", [GPT_OSS_20B, GEMMA3_27B, GEMMA4_31B, GEMMA4_26B])
+def test_memory_goes_where_rows_need_it(specs: list[KVSpec], length: int) -> None:
+    plan = divide_memory([use_of(specs)], settings_of(131072, False), Room(60 * GIB))
+    of_token = paged_token_bytes(specs, (), torch.bfloat16)
+    of_window = window_token_bytes(specs, torch.bfloat16)
+    window = max(spec.window or 0 for spec in specs)
+    possible = 60 * GIB / (length * of_token + min(length, window + 32) * of_window)
+    assert plan.fitting_rows(length) + 1 > (0.85 if length < window else 0.93) * possible
 
 
-def test_large_windows_share_the_memory_with_the_other_layers() -> None:
-    plan = divide_memory([use_of(GEMMA4_31B)], settings_of(131072), Room(60 * GIB))
-    assert plan.window_rows == plan.fitting_rows(1024) and 30 <= plan.window_rows <= 60
-    assert plan.fitting_rows(512) > plan.window_rows > plan.fitting_rows(30_000) > 10
-
-
-def test_rows_shorter_than_the_window_take_equal_numbers_of_both_blocks() -> None:
-    plan = divide_memory([use_of(GEMMA4_31B)], settings_of(512), Room(60 * GIB))
-    assert abs(plan.kv_tokens - plan.window_tokens) < 0.01 * plan.kv_tokens
+def test_the_plan_says_what_the_cache_holds() -> None:
+    plan = divide_memory([use_of(GEMMA4_26B)], settings_of(131072), Room(20 * GIB))
+    assert "KV cache 20.00 GiB (1,037,440 tokens of one row, or the windows of 99)" in str(plan)
+    assert plan.kv_tokens == 1_037_440
+    of_all, of_row = plan.window_tokens(5000)
+    assert of_row == 33 * 320 and of_all == plan.kv_tokens + of_row
 
 
 def test_a_model_that_has_windows_only() -> None:
     plan = divide_memory([use_of(MISTRAL)], settings_of(131072), Room(20 * GIB))
-    assert plan.kv_cache == 0 and plan.window_cache <= 20 * GIB
-    assert plan.window_rows is not None and 35 <= plan.window_rows <= 40
-    assert plan.fitting_rows(100_000) == plan.window_rows
+    assert plan.kv_cache <= 20 * GIB and plan.num_blocks < 10**8
+    assert 35 <= plan.fitting_rows(8_000) <= 40
+    assert plan.fitting_rows(100_000) > 0.9 * plan.fitting_rows(8_000)
 
 
 @pytest.mark.parametrize("specs", [GEMMA4_31B, MISTRAL])
@@ -146,16 +133,14 @@ def test_the_memory_is_enough_for_a_row_and_not_exceeded(
     specs: list[KVSpec], room: int, longest: int, rows: int, asked: bool, caching: bool
 ) -> None:
     settings = settings_of(longest, asked, max_num_seqs=rows, prefix_caching=caching)
-    needs = window_needs([use_of(specs)], settings)
-    assert needs is not None
     try:
         plan: MemoryPlan = divide_memory([use_of(specs)], settings, Room(room))
     except ValueError:
-        of_token = paged_token_bytes(specs, (), torch.bfloat16)
-        least = (needs.row_blocks + 1) * needs.block_bytes
-        least += (settings.row_blocks + 1) * settings.block_size * of_token
-        assert room < least
+        needs = window_needs([use_of(specs)], settings)
+        assert needs is not None
+        least = max(needs.of_row(longest) if asked else 0, needs.row_pages + 1) + 1
+        assert room < least * page_bytes([use_of(specs)], needs.layout, settings.block_size)
         return
-    assert plan.kv_cache + plan.window_cache <= room
-    assert needs.row_blocks < plan.num_window_blocks <= needs.most_blocks
-    assert plan.num_blocks > (settings.row_blocks if asked else 1)
+    assert plan.pages is not None and plan.kv_cache <= room
+    assert plan.pages.usable > plan.pages.row_pages
+    assert plan.kv_tokens >= (longest if asked else 1)

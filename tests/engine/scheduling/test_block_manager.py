@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
@@ -19,7 +21,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(num_blocks=9, block_size=2, prefix_caching=True)
+        self.manager = BlockManager(PageNeeds(PageLayout(9), 2), prefix_caching=True)
         self.rows: list[Sequence] = []
         self.content: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
 
@@ -32,11 +34,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), headroom=st.integers(0, 2))
     def admit(self, tokens: list[int], headroom: int) -> None:
         seq = make_sequence(tokens)
-        free = self.manager.num_free
+        free = self.manager.pool.num_free
         if not self.manager.admit(seq, headroom):
-            assert not seq.block_table and self.manager.num_free == free
+            assert not seq.block_table and self.manager.pool.num_free == free
             return
-        assert self.manager.num_free >= headroom
+        assert self.manager.pool.num_free >= headroom
         cached = seq.num_computed_tokens
         assert cached < seq.num_tokens and cached % 2 == 0
         for i in range(cached // 2):
@@ -70,7 +72,7 @@ test_block_manager = BlockManagerMachine.TestCase
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 8))
 def test_the_last_token_is_never_cached(tokens: list[int], block_size: int) -> None:
-    manager = BlockManager(100, block_size, prefix_caching=True)
+    manager = BlockManager(PageNeeds(PageLayout(100), block_size), prefix_caching=True)
     first, second = make_sequence(tokens), make_sequence(tokens)
     assert manager.admit(first, 0)
     manager.publish(first, len(tokens))
@@ -79,7 +81,7 @@ def test_the_last_token_is_never_cached(tokens: list[int], block_size: int) -> N
 
 
 def test_a_freed_prefix_survives_until_its_blocks_are_needed() -> None:
-    manager = BlockManager(5, 2, prefix_caching=True)
+    manager = BlockManager(PageNeeds(PageLayout(5), 2), prefix_caching=True)
     old = make_sequence([1, 2, 3, 4, 5])
     assert manager.admit(old, 0)
     manager.publish(old, 5)
@@ -94,7 +96,7 @@ def test_a_freed_prefix_survives_until_its_blocks_are_needed() -> None:
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
-    manager = BlockManager(9, 2, prefix_caching=False)
+    manager = BlockManager(PageNeeds(PageLayout(9), 2), prefix_caching=False)
     rows = [make_sequence([1, 2, 3, 4, 5]) for _ in range(2)]
     for seq in rows:
         assert manager.admit(seq, 0)
@@ -104,7 +106,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
 
 
 def test_a_different_beginning_shares_no_later_block() -> None:
-    manager = BlockManager(20, 2, prefix_caching=True)
+    manager = BlockManager(PageNeeds(PageLayout(20), 2), prefix_caching=True)
     rows = [make_sequence([first, 2, 3, 4, 5]) for first in (0, 1)]
     for seq in rows:
         assert manager.admit(seq, 0)
@@ -113,7 +115,7 @@ def test_a_different_beginning_shares_no_later_block() -> None:
 
 
 def test_a_model_that_looks_ahead_shares_blocks_with_the_token_behind_them() -> None:
-    manager = BlockManager(100, 4, prefix_caching=True, tokens_ahead=1)
+    manager = BlockManager(PageNeeds(PageLayout(100), 4), prefix_caching=True, tokens_ahead=1)
     donor = make_sequence([*range(8), 8])
     assert manager.admit(donor, 0)
     manager.publish(donor, 9)

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.models.model_config import Diffusion, FamilyConfig, ModelConfig
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
@@ -86,7 +88,7 @@ def test_every_schedule_makes_progress_or_is_refused(
     seed: int,
 ) -> None:
     strategy, rng = pacing(length), random.Random(seed)
-    manager = BlockManager(blocks, block_size, block_size % length == 0)
+    manager = BlockManager(PageNeeds(PageLayout(blocks), block_size), block_size % length == 0)
     limits = BatchLimits(max_num_seqs, budget, 0, 8, 0)
     if budget < length:
         with pytest.raises(ValueError, match=f"max_batched_tokens is {budget}, but .* {length}"):

@@ -41,6 +41,9 @@ SIZES: dict[str, st.SearchStrategy[int | None]] = {
     "alone_tokens": st.sampled_from([0, 0, 20, 10**6]),
     "window": st.sampled_from([None, 1, 4, 9, 30]),
     "window_rows": st.integers(1, 8),
+    "window_blocks": st.sampled_from([1, 1, 2, 3]),
+    "run_blocks": st.sampled_from([1, 1, 2]),
+    "runs": st.sampled_from([1, 3, 10]),
 }
 LOOPS = st.builds(
     Loop, **SIZES, most_drafts=st.sampled_from([0, 0, 2, 7]), prefix_caching=st.booleans()

@@ -79,18 +79,21 @@ class Device:
 
     A cell holds the digest of a token and all before it, so that a forward which would read
     another row's KV, or KV not yet written or overwritten, is noticed. There are cells of layers
-    without a window and, if the manager has one, of layers with it.
+    without a window and, if the manager has one, of layers with it. Those of one kind that are
+    written to a page destroy those of the other kind there.
     """
 
     def __init__(self, manager: BlockManager, max_rows: int, drafting: bool, seed: int) -> None:
         self.rows: list[DeviceRow] = []
         self._block_size = manager.block_size
         self._windows: list[int | None] = [None]
-        sizes = [manager.num_blocks]
+        self._layout = layout = manager.needs.layout
+        sizes = [layout.num_blocks]
         if manager.window is not None:
             self._windows.append(manager.window.window)
-            sizes.append(manager.window.num_blocks)
+            sizes.append(layout.num_window_blocks)
         self._cells = [[0] * (blocks * self._block_size) for blocks in sizes]
+        self._kinds = [0] * layout.num_pages
         self._max_rows = max_rows
         self._drafting = drafting
         self._rng = random.Random(seed)
@@ -181,9 +184,25 @@ class Device:
         return block * self._block_size + position % self._block_size
 
     def _write(self, token_ids: list[int], start: int, tables: list[list[int]]) -> None:
-        for cells, table in zip(self._cells, tables, strict=False):
+        for kind, table in enumerate(tables[: len(self._cells)]):
             for position, digest in list(enumerate(self._digests(token_ids)))[start:]:
-                cells[self._cell(position, table)] = digest
+                cell = self._cell(position, table)
+                self._use(kind, cell // self._block_size)
+                self._cells[kind][cell] = digest
+
+    def _use(self, kind: int, block: int) -> None:
+        """Destroy what the other kind has in the page of a block that is written."""
+        layout, size = self._layout, self._block_size
+        page = block // layout.window_blocks if kind else layout.page_of(block)[0]
+        if self._kinds[page] == kind:
+            return
+        self._kinds[page] = kind
+        first = page * layout.window_blocks
+        windows = range(first, first + layout.window_blocks)
+        for lost in (
+            [layout.full_block(page, i) for i in range(layout.full_blocks)] if kind else windows
+        ):
+            self._cells[1 - kind][lost * size : (lost + 1) * size] = [0] * size
 
     def _read(self, token_ids: list[int], first: int, tables: list[list[int]]) -> None:
         """What the queries from `first` on see."""

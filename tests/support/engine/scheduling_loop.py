@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from batchgen.engine.caches.page_layout import PageLayout
+from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
@@ -21,7 +23,6 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from tests.support.engine.fake_device import Device, Part, Row, parts_of
 
 both_depths = pytest.mark.parametrize("depth", [0, 1])
@@ -42,18 +43,23 @@ class Loop(Pacing):
     most_drafts: int = 0
     prefix_caching: bool = False
     window: int | None = None
-    window_rows: int = 8  # whose windows fit into the cache at once
+    window_rows: int = 8  # whose windows fit into the cache besides
+    window_blocks: int = 1  # of a page
+    run_blocks: int = 1
+    runs: int = 1
     scheduler: Scheduler = field(init=False)
     batches: list[ScheduledBatch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        window = None
+        needs = PageNeeds(PageLayout(self.num_blocks), self.block_size)
         if self.window is not None:
             tokens = self.window - 1 + 2 * (1 + self.most_drafts)
             row_blocks = -(-(tokens + self.block_size - 1) // self.block_size)
-            blocks = self.window_rows * row_blocks + 1
-            window = WindowBlocks(blocks, self.block_size, self.window, row_blocks)
-        manager = BlockManager(self.num_blocks, self.block_size, self.prefix_caching, window=window)
+            layout = PageLayout(2, self.window_blocks, self.run_blocks, self.runs)
+            needs = PageNeeds(layout, self.block_size, self.window, row_blocks)
+            pages = -(-self.num_blocks // layout.full_blocks) + self.window_rows * needs.row_pages
+            needs = replace(needs, layout=replace(layout, num_pages=pages + 1))
+        manager = BlockManager(needs, self.prefix_caching)
         self.scheduler = Scheduler(
             manager,
             BatchLimits(
@@ -136,7 +142,6 @@ class Loop(Pacing):
         assert not self.live, "rows starve"
         manager = self.scheduler.block_manager
         assert manager.usage == 0 and len(self.scheduler.running) == 0
-        assert manager.window is None or manager.window.num_free == manager.window.num_blocks - 1
         return finished
 
     def check(self) -> None:
