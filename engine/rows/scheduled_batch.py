@@ -4,6 +4,9 @@ A batch names its rows by their *batch slots* in the `RunningBatch`, and by the 
 slot, a number that changes whenever a row leaves the slot. If the epoch has changed when a result
 arrives, the row has left since the launch, and the result is dropped. `StepLauncher` turns batches
 into forwards.
+
+The strategy keeps the decoding rows in its `StepInputs`, in the order in which they joined. Each
+batch says by `keep` which of them have not left since.
 """
 
 from __future__ import annotations
@@ -49,10 +52,12 @@ class PrefillBatch:
     # The indices in `seqs` of the rows whose prefill ends with this chunk. They join the decoding
     # rows in this order.
     completing: list[int]
-    batch_slots: BatchSlots  # int64, the slots of completing rows whose prefill yields a token
+    # int64, the slots of completing rows whose prefill yields a token. In a preempted row it yields
+    # none: the next token is known already.
+    batch_slots: BatchSlots
     epochs: npt.NDArray[np.int64]  # int64, the epochs of these slots
-    # int64, the rows in the strategy's `StepInputs` that stay, as ascending indices. None if all
-    # stay, or if no row completes.
+    # int64, the ascending indices of the rows in the `StepInputs` that stay, before the completing
+    # rows join them. None if all stay, or if no row completes.
     keep: npt.NDArray[np.int64] | None
     # The snapshots to take for the prefix cache, in models with recurrent layers.
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -62,8 +67,8 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """R hidden states of B rows from which a step computes scores or pooled values, row after
-    row."""
+    """R hidden states of B rows from which a step computes scores or pooled values, row after row.
+    The scheduler plans none: `StateReader` makes them of a prefill's `state_rows`."""
 
     batch_slots: BatchSlots  # [B], the rows' slots in the `RunningBatch`
     epochs: npt.NDArray[np.int64]  # [B], the epochs of these slots
@@ -86,7 +91,7 @@ class DecodeBatch:
     # [B], the number of tokens of each row in the paged cache after the forward, or an upper bound.
     context_lens: npt.NDArray[np.int64]
     guide: Guide | None = None  # makes the masks of the constrained rows; None without such rows
-    # Like `new_blocks`, for the window tables.
+    # Like `new_blocks`, for the block tables of layers with a sliding window.
     new_window_blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
@@ -96,7 +101,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class MixedBatch:
-    """A decode batch and a prefill batch that share one forward."""
+    """A decode batch and a prefill batch that share one forward. The decode batch's `keep` applies
+    first, and the prefill's counts the rows that are left."""
 
     decode: DecodeBatch
     prefill: PrefillBatch

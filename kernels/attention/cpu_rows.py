@@ -1,4 +1,5 @@
-"""Batched matrix products on a CPU in which a row's bits depend on that row alone.
+"""Batched matrix products on a CPU in which a row's bits depend on that row alone. A row is one of
+a matrix; the rows of a batch of text are called sequences here.
 
 A CPU library chooses its code by the number of rows, so a row may get other bits beside others. If
 the rows are padded to a multiple of some number, it does not. The number depends on the CPU and the
@@ -17,6 +18,7 @@ from torch import Tensor
 _MOST_ROWS = 64
 """The most rows of a matrix in one product; more are computed in pieces."""
 LEAST_MULTIPLE = 4
+"""The smallest multiple. Attention also uses it where no multiple keeps the bits."""
 _MULTIPLES = (LEAST_MULTIPLE, 16)
 """The multiples that are tried, the smallest first."""
 
@@ -39,7 +41,7 @@ def row_multiple(kv_heads: int, chunk: int, head_dim: int, limit: int, threads: 
     Args:
         kv_heads, head_dim: the shape of the keys and values.
         chunk: the context tokens of one product.
-        limit: the most rows (sequences) of a batch.
+        limit: the most sequences of a batch.
         threads: torch's number of threads, on which the library's code depends.
 
     Returns:
@@ -59,7 +61,7 @@ def attention_keeps_bits(
 
     All row counts up to `_MOST_ROWS` are tried for small batches, and a few for large ones.
     """
-    few, many = (1, 2, 3), (5, 8, 16, limit)
+    few, many = (1, 2, 3), (5, 8, 16, limit)  # numbers of sequences
     for batches, most_rows in ((few, _MOST_ROWS), (many, 3 * multiple)):
         counts = [kv_heads * min(batch, limit) for batch in batches]  # matrices of a product
         queries = _numbers(max(counts), most_rows + multiple, head_dim)
@@ -71,7 +73,8 @@ def attention_keeps_bits(
             alone = [torch.bmm(piece, b) for piece in a.split(multiple, dim=1)]
             expected = torch.cat(alone, dim=1)
             for count, rows in itertools.product(counts, range(multiple, most_rows + 1, multiple)):
-                # Rows and matrices stand in other places than in the small products.
+                # Rows and matrices stand in other places than in the small products: `shift` is
+                # from 1 to multiple - 1, so no row keeps its place.
                 shift = 1 + rows // multiple % (multiple - 1)
                 where = slice(len(a) - count, len(a)), slice(shift, shift + rows)
                 if not torch.equal(torch.bmm(a[where].clone(), b[where[0]]), expected[where]):

@@ -63,7 +63,7 @@ def paged_attention_decode(
     out: Tensor | None = None,  # contiguous, overwritten
     *,
     block_length: int = 1,  # 1: causal
-    window: int | None = None,  # of the plan
+    window: int | None = None,  # the one that `plan` was made for
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
@@ -169,6 +169,7 @@ def _decode_kernel(
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(
                 queries, limit, key + head * kv_head_stride,
+                # Scales have a slot for each token of the cache, where keys have HEAD_DIM elements.
                 value + head * kv_head_stride, scales, head * (kv_head_stride // HEAD_DIM),
                 tables + row * table_stride, start, stop, lowest, scale, WINDOW, CHUNKED, CAP,
                 HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
@@ -288,9 +289,10 @@ def _attend_unit(
         weight = tl.exp2(score - shift[:, None])
         weight_sums = weight_sums * rescale[:, None] + weight
         if scales is not None:
-            weight *= value_scale[None, :] * WEIGHT_FACTOR
+            weight *= value_scale[None, :] * WEIGHT_FACTOR  # too small for float16 without it
         if not IN_WORDS:
             sums = sums * rescale[:, None]
+            # In the interpreter `values` are float32, and weights are rounded as on a GPU.
             weight = weight.to(weights_to).to(values.dtype)
             sums = tl.dot(weight, values, sums, input_precision=PRECISION)
         else:
@@ -301,6 +303,7 @@ def _attend_unit(
             sum3 = _add_values(sum3, rescale, weight, values, 3, PRECISION, INTERPRETED)
         top = peak
     if IN_WORDS:
+        # Interleave the sums: element i of word w is dimension 4w + i.
         sums = tl.join(tl.join(sum0, sum2), tl.join(sum1, sum3))
         sums = tl.reshape(sums, [QUERIES_PAD, DIM_PAD])
     if scales is not None:

@@ -149,7 +149,7 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
     if unknown:  # the value may be meant for the unsupported type
         raise UnsupportedType
     if str in hints and not isinstance(value, (list, dict)):  # one text, or a list of texts
-        convert(value, str, key)
+        convert(value, str, key)  # raises the error of a text, which says to quote it
     if len(errors) == 1:
         raise ConfigError(errors[0])
     names = " or ".join(map(inspect.formatannotation, hints))

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 SEED = "sampling.seed"
 _GROUPS = (
-    *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
-    "post",
-)
+    "model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine", "post",
+)  # fmt: skip
 """Groups of a configuration that decide what a job computes, in their order there."""
 _SLACK = 2.0
 """Seconds by which the recorded times of an attempt may be wrong."""
 
 
 def is_config(config: object) -> bool:
-    """Whether the content of a config.yaml consists of groups."""
+    """Whether the content of a config.yaml consists of groups: mappings of keys to values, lists
+    (`post` is one), or null for an empty group."""
     return isinstance(config, dict) and all(
         isinstance(group, dict | list | None) for group in config.values()
     )
@@ -26,7 +26,8 @@ def is_config(config: object) -> bool:
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The settings in which configurations differ, for each of them: key → value as text. A
-    configuration that is not known has none."""
+    configuration that is not known has none. A key that is missing counts as null, which `_keys`
+    leaves out."""
     flat = [dict(_keys(config)) for config in configs]
     known = [settings for settings in flat if settings]
     names = list(dict.fromkeys(key for settings in known for key in settings))
@@ -73,7 +74,8 @@ def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class AttemptTime(NamedTuple):
-    """The time in which an attempt at a job ran.
+    """The time in which one attempt at a job ran. Jobs whose times overlap on one machine shared
+    it, so that their speeds cannot be compared.
 
     Attributes:
         host: the machine.
@@ -86,8 +88,8 @@ class AttemptTime(NamedTuple):
 
 
 def attempt_times(metrics: Mapping[str, Any]) -> list[AttemptTime]:
-    """The times in which the attempts at a job ran, shortened by _SLACK because they are not
-    exact."""
+    """The times in which the attempts at a job ran. They end _SLACK earlier than recorded, so that
+    jobs that ran one after the other do not seem to overlap."""
     times = []
     for attempt in metrics.get("attempts") or ():
         try:

@@ -20,7 +20,8 @@ class Forms:
     5` and `5` are the same, but `x = 5` and `y = 5` are not, because both left out a name.
 
     Attributes:
-        main: the form that longer answers use for this answer as a part; nothing is left out.
+        main: the form that leaves out nothing. The form of a longer answer contains it: that of
+            `5%` is `5 %`, with the main form of `5`.
         all: each form, with the kinds of parts that it leaves out (`NAME`, `UNIT` or other texts).
     """
 
@@ -38,7 +39,7 @@ class Forms:
 
     def holding(self, other: Forms, dropped: str) -> Forms:
         """These forms, and those of a part of the answer, as forms that leave out the rest,
-        `dropped`."""
+        `dropped`. So `5 %`, holding the forms of `5` and dropping UNIT, has the form `5`, too."""
         return Forms(
             self.main, self.all | {(text, before | {dropped}) for text, before in other.all}
         )
@@ -73,7 +74,8 @@ class Forms:
 
 
 def text_form(text: str) -> str:
-    """The form of words: only letters, in lower case, and digits."""
+    """The form of words: only letters, in lower case, and digits, without an article before them.
+    The prefix keeps words apart from mathematical expressions with the same letters."""
     words = re.findall(r"[^\W_]+", text)
     if len(words) > 1 and words[0] in ("the", "The", "a", "an", "An"):
         words = words[1:]

@@ -2,8 +2,9 @@
 
 The tasks are those of Hsieh et al. 2024, arXiv 2404.06654, as in lm-eval 0.4.13
 (lm_eval/tasks/ruler: niah_utils.py, prepare_niah.py, cwe_utils.py, fwe_utils.py, vt_utils.py). Only
-the words and the prose are our own. *Needles* are the facts that are hidden in a text. The entry
-point is `ruler_text`.
+the words and the prose are our own. The tasks are `niah_…` (needles in a haystack), `vt` (variable
+tracking), `cwe` (common words extraction) and `fwe` (frequent words extraction). *Needles* are the
+facts that are hidden in a text. The entry point is `ruler_text`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CHAIN = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
 )
-_CHAIN_PREFIX = (
+_CHAIN_PREFIX = (  # "assgined" is in the original, too
     "Answer: According to the chain(s) of variable assignment in the text above, 5 variables are "
     "assgined the value {value}, they are:"
 )
@@ -142,19 +143,19 @@ def ruler_text(task: str, length: int, units: int, chance: random.Random) -> Rul
         units: the size of the text: sentences, needles or words, by the task.
     """
     if task == "vt":
-        return _chain(chance, units)
+        return _variable_tracking(chance, units)
     if task == "cwe":
-        return _listed(chance, units, is_short=length < _SHORT)
+        return _common_words(chance, units, is_short=length < _SHORT)
     if task == "fwe":
-        return _coded(chance, units, length // 50)
-    return _hidden(chance, units, _NEEDLES[task])
+        return _frequent_words(chance, units, length // 50)
+    return _in_haystack(chance, units, _NEEDLES[task])
 
 
 def _uuid(chance: random.Random) -> str:
     return str(uuid.UUID(int=chance.getrandbits(128), version=4))
 
 
-def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
+def _in_haystack(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
     """Return needles in a haystack of `units` sentences."""
     kind = "uuid" if hidden.uuid_values else "number"
 
@@ -187,7 +188,8 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
             while len(sentences) < units:
                 if (other := key()) not in facts:
                     sentences.append(_NEEDLE.format(kind=kind, key=other, value=value()))
-        sentences.insert(int(at * (len(sentences) + 1)), *needles)
+        (needle,) = needles  # these tasks have one
+        sentences.insert(int(at * (len(sentences) + 1)), needle)
         context = "\n".join(sentences)
     query_text = (
         queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
@@ -218,7 +220,7 @@ def _sentence(chance: random.Random) -> str:
     return sentence.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
 
 
-def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
+def _common_words(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
     """Return a numbered list of ten common words, each repeated often, and `units` rarer words."""
     words = _different(_COMMON + units, lambda: _syllables(chance))
     common, rare = words[:_COMMON], words[_COMMON:]
@@ -243,7 +245,7 @@ def _different(count: int, make: Callable[[], str]) -> list[str]:
     return list(texts)
 
 
-def _chain(chance: random.Random, units: int) -> RulerText:
+def _variable_tracking(chance: random.Random, units: int) -> RulerText:
     """Return a chain of assignments among `units` lines of noise."""
     names = _different(_HOPS + 1, lambda: "".join(chance.choices(string.ascii_uppercase, k=5)))
     value = str(chance.randrange(10000, 99999))
@@ -259,11 +261,12 @@ def _chain(chance: random.Random, units: int) -> RulerText:
     )
 
 
-def _coded(chance: random.Random, units: int, vocabulary: int) -> RulerText:
+def _frequent_words(chance: random.Random, units: int, vocabulary: int) -> RulerText:
     """Return about `units` coded words, of which the k-th makes up a share of 1 / (zeta(2) k^2)."""
     words = _different(
         max(vocabulary, 4), lambda: "".join(chance.choices(string.ascii_lowercase, k=6))
     )
+    # The most frequent word is dots, which the question says to ignore; the next three count.
     coded = ["...", *words[1:]]
     text: list[str] = []
     for rank, word in enumerate(coded, start=1):

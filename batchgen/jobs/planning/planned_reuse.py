@@ -47,12 +47,14 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
     """
     if not (folders := config.output.reuse):
         return None
+    # The keys of rows depend on values that are fixed at a job's start, and on fingerprints.
     config, opened = pin_values(config, opened), opened.with_fingerprints()
     with closing(OlderJobs(folders, output_schema(config, opened), present_only=True)) as older:
         if not len(older):
             return None
         number = _copied(config, opened, scan, older)
-    rows = scan.num_rows or scan.looked_at
+    rows = scan.num_rows or scan.looked_at  # of a stream the total is not known
+    # `scan.sample` has the rows with a prompt, and `num_bad` counts those without.
     if len(scan.sample) + scan.num_bad == rows:
         return PlannedReuse(number, rows, is_exact=True)
     share = rows * (1 - scan.bad_share) / max(len(scan.sample), 1)
@@ -74,8 +76,8 @@ def _copied(config: JobConfig, opened: OpenedJob, scan: Scan, older: OlderJobs) 
         for sample in range(config.sampling.most_samples):
             key = keys.key(request.of_sample(row.id, sample, stream))
             is_own = bool(own_keys.find(key))
-            is_old = is_own or older.has(key)
-            count += is_old and not is_own
-            if config.sampling.until is not None and not is_old:
+            is_available = is_own or older.has(key)
+            count += is_available and not is_own
+            if config.sampling.until is not None and not is_available:
                 break
     return count

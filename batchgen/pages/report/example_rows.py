@@ -16,14 +16,14 @@ from batchgen.pages.rows.row_page import PageLimits, RowPage
 from batchgen.util.text.safe_text import shortened
 
 _LEVELS = (
-    PageLimits(20_000, 600),
-    PageLimits(6_000, 240),
-    PageLimits(2_000, 80),
-    PageLimits(600, 0),
+    PageLimits(text=20_000, tokens=600),
+    PageLimits(text=6_000, tokens=240),
+    PageLimits(text=2_000, tokens=80),
+    PageLimits(text=600, tokens=0),
 )
 """The limits for a row, from the most that is shown to the least; rows get lower levels if room is
 short."""
-_SMALL = 10_000  # characters of a row that need not become fewer
+_SMALL = 10_000  # a row whose HTML has fewer characters gets no lower levels
 _LONGEST_ID = 100
 _KINDS = {
     "error": "errors", "ungraded": "not graded", "none": "no answer", "wrong": "wrong",
@@ -46,12 +46,12 @@ class ExampleRow:
         html: the content below the heading.
     """
 
-    anchor: str  # its id
+    anchor: str
     row_id: Markup
     facts: RowFacts
-    kinds: tuple[str, ...]  # keys of _KINDS
+    kinds: tuple[str, ...]
     gist: str
-    html: Markup  # what is behind its heading
+    html: Markup
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
         if level is not None
     ]
     rows.sort(key=lambda row: _order(row.kinds))
-    return ExampleRows(rows, dropped, sum(bool(level) for level in levels))
+    return ExampleRows(rows, dropped, sum(level is not None and level > 0 for level in levels))
 
 
 def _order(kinds: Sequence[str]) -> int:
@@ -141,6 +141,12 @@ def _order(kinds: Sequence[str]) -> int:
 
 
 def _kinds(facts: RowFacts, reasons: Sequence[str]) -> tuple[str, ...]:
+    """Return the kinds of a row, as keys of _KINDS.
+
+    They are some of the `reasons` to show it, and at most one kind for its outcome. A verdict has a
+    name for people and a kind. The kind "none" means that the row has no mark, but the key "none"
+    of _KINDS that no answer was found.
+    """
     kinds = [reason for reason in ("disagreeing", "longest", "random") if reason in reasons]
     verdict = facts.verdict
     if facts.row["error"] is not None:

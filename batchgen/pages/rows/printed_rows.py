@@ -96,7 +96,8 @@ class RowPrinter:
         self._reader, self._named, self._as_json = reader, columns, as_json
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """Return all finished rows, with the columns that `print` needs.
+        """Return all finished rows, with the columns that `print` needs without `whole`. For
+        `whole` rows, the caller reads all columns.
 
         Raises:
             ConfigError: a column that the user named is not there.
@@ -121,7 +122,7 @@ class RowPrinter:
         count = 0
         for row in rows:  # one sample each
             sample = self._read(row)
-            text = self._json(sample) if self._as_json else self._text(sample, whole=whole)
+            text = self._json(sample) if self._as_json else self._lines(sample, whole=whole)
             print(text, flush=True)
             count += 1
         return count
@@ -129,7 +130,7 @@ class RowPrinter:
     def _json(self, row: dict[str, Any]) -> str:
         return json_text(row if self._named is None else {name: row[name] for name in self._named})
 
-    def _text(self, row: dict[str, Any], *, whole: bool) -> str:
+    def _lines(self, row: dict[str, Any], *, whole: bool) -> str:
         columns = self._shown
         if columns is None or (whole and self._named is None):
             columns = [name for name in row if name not in _IN_HEADING]
@@ -138,6 +139,7 @@ class RowPrinter:
             width=terminal_width(),
             text_column=self._reader.text_column,
             whole_texts=whole,
+            # Lists, such as token ids, are long: all items only of columns that the user asked for.
             whole_lists=self._named is not None,
         )
         return "\n" + "\n".join(text.lines(row))
@@ -164,7 +166,8 @@ class RowPrinter:
         columns = RowColumns(self._reader.config, self._schema)
         thoughts = [] if columns.reasoning is None else [columns.reasoning]
         images = [] if columns.images is None else [columns.images]
-        return [*columns.asked, *images, *thoughts, self._reader.text_column, "error"]
+        prompt_columns = columns.asked
+        return [*prompt_columns, *images, *thoughts, self._reader.text_column, "error"]
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:

@@ -113,7 +113,8 @@ class Enough:
         """[most] For n = 1, 2, … samples, the largest product of the numbers of valid and other
         samples for which the interval is narrow enough; negative if it never is.
 
-        With k of n valid, the interval is 2z / (n + z²) · sqrt(k(n−k)/n + z²/4) wide.
+        With k of n valid, the interval is 2z / (n + z²) · sqrt(k(n−k)/n + z²/4) wide. So it is at
+        most `width` wide if k(n−k) ≤ n · ((width · (n + z²) / 2z)² − z²/4).
         """
         assert self.width is not None
         n = np.arange(1, self.most + 1)
@@ -156,7 +157,8 @@ class Enough:
             begun: samples that have begun, and are left out.
         """
         valid_done, open_ = _so_far(valid & done), _so_far(~done)
-        # The interval is narrowest if all open samples are valid, or none is.
+        # A row ends at the earliest if all open samples are valid or, as the interval is also
+        # narrow then, if none is. By `valid`, the second case changes nothing.
         if rate is None:
             ends = self.is_reached(valid_done, self._numbers)
             ends |= self.is_reached(valid_done + open_, self._numbers)
@@ -209,6 +211,7 @@ class KeptRows:
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
         so_far = _so_far(valid)
+        # For each sample, the number of valid samples in the shard before its row.
         before: Ints = (so_far - valid)[starts][group]
         numbers = np.arange(1, len(group) + 1) - starts[group]
         reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))

@@ -1,7 +1,9 @@
 """The interface to the place where the files of a job's folder are kept: that folder, or an object
 store that workers share.
 
-`folder_storage.py` and `object_storage.py` implement `Storage`.
+`folder_storage.py` and `object_storage.py` implement `Storage`. A *session* is the time in which
+workers share a job: it begins when the first of them opens the job, and its content is that of
+`lease_files.SESSION`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Store(Protocol):
     def fence(self, session: bytes) -> None:
         """Write from now on only while the workers' session has this content.
 
-        Where there is no lock that the system releases with a process, a worker that was paused
-        learns by this that others have taken the folder since.
+        An object store has no lock that the system releases with a process. There a worker that was
+        paused learns by this that others have taken the job since. In a folder it does nothing.
         """
         ...
 
@@ -72,7 +74,9 @@ class Lock(Protocol):
         """Allow other processes to share the lock."""
         ...
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        """Release the lock, which was taken when the object was made."""
+        ...
 
 
 class Storage(Protocol):
@@ -155,7 +159,8 @@ class Storage(Protocol):
         """Make journal files safe from the loss of this machine, if it is time to or with `force`.
 
         Returns:
-            The files to which nothing may be appended any more; None if it was not time.
+            The files to which nothing may be appended any more, because they are objects now, and
+            objects cannot grow; none in a folder. None if it was not time.
         """
         ...
 
@@ -184,7 +189,7 @@ class Storage(Protocol):
         `wait` seconds.
 
         Raises:
-            ConfigError: another job holds it, or there are no such locks.
+            ConfigError: another job holds it, or the folder's file system has no such locks.
             OSError: the lock cannot be written.
         """
         ...

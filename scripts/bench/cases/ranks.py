@@ -25,7 +25,7 @@ def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
     for ranks, tokens in product((2, 4), options.tokens):
         batch, share = Batch(shape, tokens), shape.experts // ranks  # share: experts of a rank
 
-        def rank_ids(ids: Tensor, rank: int) -> Tensor:  # indices; `share` for other ranks' experts
+        def rank_ids(ids: Tensor, rank: int) -> Tensor:  # the rank's indices; `share` elsewhere
             return (ids % share).masked_fill_(ids // share != rank, share)  # noqa: B023
 
         def num_tiles(ids: Tensor) -> int:
@@ -33,6 +33,7 @@ def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
 
         cut = shape._replace(inner=-(-shape.inner // (PANEL * ranks)) * PANEL)
         whole = shape._replace(experts=share)
+        # Routing i of each rank is at i, i + ROUTINGS, i + 2 · ROUTINGS, …
         all_ranks = [rank_ids(ids, rank) for rank in range(ranks) for ids in batch.ids]
         busiest = [max(all_ranks[i::ROUTINGS], key=num_tiles) for i in range(ROUTINGS)]
         yield batch.case(f"{ranks} ranks, cut", _launch(options.shape, cut, batch, batch.ids))
@@ -42,7 +43,7 @@ def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _launch(name: str, shape: Shape, batch: Batch, ids: Sequence[Tensor]) -> Launch:
-    """Make a layer of experts, of gpt-oss in MXFP4, and return what computes it for `ids[i]`."""
+    """Make a layer of experts (MXFP4 for gpt-oss), and return what computes it for `ids[i]`."""
     layer, routed = (mxfp4 if "gpt-oss" in name else experts).make_layer(shape), batch.shape.experts
 
     def launch(i: int) -> Tensor:
