@@ -18,9 +18,9 @@ rows: a list of steps that choose, split and join the rows of the data set, or a
     before prompts are made. In a job file and on the command line:
         rows: [{Filter: {where: "language == 'en'"}}, {Explode: {column: questions, as: question}}]
         'rows=[{Filter: {where: "number > 3"}}, {Dedupe: {by: question}}]'
-    What a step decides about a row depends on the rows up to it alone, so a data set can grow at
-    its end. The output folder says in rows/ where each row comes from and which ones were taken
-    out, and in rows.json how many were left behind each step.
+    What a step does with a row depends on this row and the rows before it, so a data set can grow
+    at its end. In the output folder, rows/ says where each row comes from and which rows were taken
+    out, and rows.json says how many rows were left after each step.
     A class of your own is named by `_target_`: [{_target_: package.module.Class, KEY: VALUE}]. It
     is derived from batchgen.TableStep, or has what batchgen.RowStep lists if it only adds columns.
     Where a file names it, it needs `--trust FILE`.""",

@@ -217,12 +217,12 @@ class YarnRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + ahead) / original⌋) after
+    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + offset) / original⌋) after
     rotation, which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
 
     beta: float
     original: int  # the number of positions before the first change
-    ahead: int = 0  # added to positions
+    offset: int = 0  # added to positions
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -236,7 +236,7 @@ class QueryScale:
 
     def table(self, num_positions: int) -> Tensor:
         """Return the factors of positions below this number, [P] float32 on the CPU."""
-        positions = torch.arange(self.ahead, num_positions + self.ahead, device="cpu")
+        positions = torch.arange(self.offset, num_positions + self.offset, device="cpu")
         steps = torch.floor(positions / self.original)
         return 1 + self.beta * torch.log(1 + steps)
 

@@ -69,7 +69,7 @@ def expert_parameter(
             f"{adapter.folder} is damaged: tensor {down} adapts a weight of all experts, and "
             f"target_parameters has {', '.join(config.parameters) or 'none'}"
         )
-    if experts.variant.turned:
+    if experts.variant.transposed:
         raise ValueError(
             f"{adapter.folder}: tensor {down} adapts a weight of all experts whose axes are the "
             "other way round, which is not supported: merge the adapter into the model with "

@@ -68,7 +68,7 @@ class GptOssForCausalLM(MoEForCausalLM):
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.intermediate_size,
             renormalise=False,
-            router=Router(RouterForm(choose_first=True), biased=True),
+            router=Router(RouterForm(softmax_after_top_k=True), biased=True),
             variant=ExpertForm(biased=True, clamped=gate, interleaved=True),
         )
 

@@ -97,8 +97,11 @@ class Llama4ForCausalLM(MoEForCausalLM):
             expert_size=hf.intermediate_size,
             renormalise=False,
             shared_size=hf.intermediate_size,
-            router=Router(RouterForm(choose_first=True), gates_shared=False, gates_input=True),
-            variant=ExpertForm(turned=True),
+            # An expert reads sigmoid(its logit) · x, and the softmax over one expert is 1.
+            router=Router(
+                RouterForm(softmax_after_top_k=True), gates_shared=False, gates_input=True
+            ),
+            variant=ExpertForm(transposed=True),  # [E, H, 2·I] and [E, I, H]
         )
         positions = min(config.max_position_embeddings, _MOST_POSITIONS)
         return replace(config, max_position_embeddings=positions)
@@ -132,7 +135,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def _chunks(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the chunk length of each layer; None for full attention."""
+    """Return the `ChunkWindow` of each layer, None for full attention; () if no layer has one."""
     kinds: list[str] = hf.layer_types
     if unknown := set(kinds) - {_CHUNKED, FULL}:
         raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {_CHUNKED}")
@@ -151,6 +154,6 @@ def _query_scale(hf: PretrainedConfig) -> QueryScale | None:
     if not hf.attn_temperature_tuning or scale == 0:
         return None
     check_positive(floor_scale=hf.floor_scale)
-    if type(scale) not in (int, float) or not 0 < scale < 1e6:
-        raise ValueError(f"attn_scale is {scale!r:.60}, and must be a number from 0 on")
-    return QueryScale(scale, hf.floor_scale, ahead=1)
+    if type(scale) not in (int, float) or not 0 < scale <= 1e6:
+        raise ValueError(f"attn_scale is {scale!r:.60}, and must be a number from 0 to 1e6")
+    return QueryScale(scale, hf.floor_scale, offset=1)  # position p counts as p + 1

@@ -23,11 +23,11 @@ from torch import Tensor
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.split_combine import (
-    SCALED_BY,
+    WEIGHT_FACTOR,
     byte_of_words,
     capped_score,
     combine_splits,
-    converted_apart,
+    convert_fp8,
     float16_excess,
     partial_results,
     sink_share,
@@ -263,7 +263,7 @@ def _attend_unit(
         if scales is not None:
             keys = keys.to(kept)
             if not IN_WORDS:
-                values = converted_apart(values, kept, INTERPRETED)
+                values = convert_fp8(values, kept, INTERPRETED)
         weights_to = values.dtype
         # Triton's interpreter would multiply the bits of bfloat16 as integers. Products of float32
         # copies equal those on a GPU.
@@ -288,7 +288,7 @@ def _attend_unit(
         weight = tl.exp2(score - shift[:, None])
         weight_sums = weight_sums * rescale[:, None] + weight
         if scales is not None:
-            weight *= value_scale[None, :] * SCALED_BY
+            weight *= value_scale[None, :] * WEIGHT_FACTOR
         if not IN_WORDS:
             sums = sums * rescale[:, None]
             weight = weight.to(weights_to).to(values.dtype)
@@ -304,7 +304,7 @@ def _attend_unit(
         sums = tl.join(tl.join(sum0, sum2), tl.join(sum1, sum3))
         sums = tl.reshape(sums, [QUERIES_PAD, DIM_PAD])
     if scales is not None:
-        sums *= 1.0 / SCALED_BY
+        sums *= 1.0 / WEIGHT_FACTOR
     return top, tl.sum(weight_sums, 1), sums
 
 

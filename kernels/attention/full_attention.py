@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.attention.full_attention_triton import MOST_COLUMNS, full_attention_triton
+
 
 class Segments(NamedTuple):
     """The segments of a batch of tokens, which follow one another. Tokens of a segment see each
@@ -27,25 +29,20 @@ def full_attention(
     others.
     """
     assert sum(segments.lengths) == len(q)
-    run = _in_one_launch if _fits_flash(q) else _one_by_one
+    head_dim = q.shape[-1]
+    narrow = q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and narrow else (0, 0)
+    if capability[0] == 9 and head_dim <= MOST_COLUMNS:
+        keys, values = (part.transpose(0, 1).contiguous() for part in (k, v))
+        scale = head_dim**-0.5 if scale is None else scale
+        longest = max(segments.lengths)
+        return full_attention_triton(q.contiguous(), keys, values, segments.starts, longest, scale)
+    run = _by_flash if capability >= (8, 0) and head_dim <= 256 else _one_by_one
     return run(q, k, v, segments, scale)
 
 
-def _fits_flash(q: Tensor) -> bool:
-    """Whether torch's FlashAttention takes these heads."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-def _in_one_launch(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None
-) -> Tensor:
-    """Compute all segments by FlashAttention-2 (Dao 2023)."""
+def _by_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """Compute all segments by torch's FlashAttention-2 (Dao 2023), in one launch."""
     longest, starts = max(segments.lengths), segments.starts
     # This operator is what torch.nn.attention.varlen calls, but that takes seconds to import.
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(

@@ -18,8 +18,8 @@ from batchgen.kernels.fp8.fp8_weight import FP8, LARGEST, LEAST
 
 MOST_VALUE = 114_000.0
 """The largest element of a value vector in an FP8 cache; a larger one counts as infinite. Attention
-computes weight · scale · `split_combine.SCALED_BY` in float16, which ends at 65504, and 114,000 /
-448 · 256 is just below that."""
+computes weight · scale · `split_combine.WEIGHT_FACTOR` in float16, which ends at 65504, and
+114,000 / 448 · 256 is just below that."""
 _TOKENS = 256
 """Tokens that one program of the slot mapping kernel computes."""
 

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
-from batchgen.kernels.attention.split_combine import SCALED_BY, capped_score, sink_share
+from batchgen.kernels.attention.split_combine import WEIGHT_FACTOR, capped_score, sink_share
 from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 
 
@@ -194,7 +194,7 @@ def _attend_tile(
     rescale = tl.exp2(top - shift)
     total = total * rescale + tl.sum(weight, 1)
     if scales is not None:
-        weight *= value_scale[None, :] * SCALED_BY
+        weight *= value_scale[None, :] * WEIGHT_FACTOR
     acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
     return acc, peak, total, block
 
@@ -335,7 +335,7 @@ def _prefill_kernel(
     out_offset = (first + token) * (NUM_HEADS * HEAD_DIM) + head
     result = acc / total[:, None]
     if scales is not None:
-        result *= 1.0 / SCALED_BY
+        result *= 1.0 / WEIGHT_FACTOR
     if sinks_ptr is not None:
         log_sum = top + tl.log2(total)
         result *= sink_share(sinks_ptr, kv_head * GROUP + m % GROUP, token < size, log_sum)[:, None]

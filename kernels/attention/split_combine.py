@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.attention.decode_plan import DecodePlan
 from batchgen.kernels.rules import MOST_SPLITS
 
-SCALED_BY = tl.constexpr(256.0)
+WEIGHT_FACTOR = tl.constexpr(256.0)
 """A factor for the softmax weights of FP8 values. Weights are multiplied by the values' scales,
 which are about 1/448, so without the factor they could be too small for float16. Sums are divided
 by it again."""
@@ -157,7 +157,7 @@ def float16_excess(largest):
 
 
 @triton.jit
-def converted_apart(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def convert_fp8(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Convert FP8 values to `dtype`, float16 or float32, before a product's layout conversion.
 
     The conversion to float16 is assembly marked as having side effects, because Triton moves no

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.split_combine import (
-    SCALED_BY,
+    WEIGHT_FACTOR,
     combine_splits,
-    converted_apart,
+    convert_fp8,
     float16_excess,
     partial_results,
 )
@@ -260,13 +260,13 @@ def _attend(
         if scales is not None:
             key_scale = tl.load(scales + slot, mask=cached, other=0.0)
             # Weights of 0 must be multiplied by finite values.
-            value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * SCALED_BY
+            value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * WEIGHT_FACTOR
             keys = keys.to(kept)
             if not INTERPRETED:  # where they are float32
-                latent0 = converted_apart(latent0, kept, INTERPRETED)
-                latent1 = converted_apart(latent1, kept, INTERPRETED)
-                latent2 = converted_apart(latent2, kept, INTERPRETED)
-                latent3 = converted_apart(latent3, kept, INTERPRETED)
+                latent0 = convert_fp8(latent0, kept, INTERPRETED)
+                latent1 = convert_fp8(latent1, kept, INTERPRETED)
+                latent2 = convert_fp8(latent2, kept, INTERPRETED)
+                latent3 = convert_fp8(latent3, kept, INTERPRETED)
         # Load the KV block numbers of the next tile now, so that its loads need not wait for an
         # address.
         ahead = position + BLOCK_N
@@ -298,10 +298,10 @@ def _attend(
         sum3 = tl.dot(weight, latent3, sum3 * rescale[:, None], input_precision=PRECISION)
         top = peak
     if scales is not None:
-        sum0 *= 1.0 / SCALED_BY
-        sum1 *= 1.0 / SCALED_BY
-        sum2 *= 1.0 / SCALED_BY
-        sum3 *= 1.0 / SCALED_BY
+        sum0 *= 1.0 / WEIGHT_FACTOR
+        sum1 *= 1.0 / WEIGHT_FACTOR
+        sum2 *= 1.0 / WEIGHT_FACTOR
+        sum3 *= 1.0 / WEIGHT_FACTOR
     return top, tl.sum(weight_sums, 1), sum0, sum1, sum2, sum3
 
 

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import mlp as mlp_layer
 from batchgen.kernels.layers.activation import silu_and_mul
+from tests.support.cases import some_slow
 from tests.support.engine.ranked_engines import forked_ranks
 
 TOP = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid", "tiny-sdar", "tiny-vl"])
+@pytest.mark.parametrize(
+    "model",
+    some_slow(["tiny", "tiny-hybrid", "tiny-sdar", "tiny-vl"], ["tiny-hybrid", "tiny-sdar"]),
+)
 def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
     found = Schedules(model, 6, ON_CPU).run()
     assert not found["by_cause"] and not found["by_kind"]

@@ -20,10 +20,10 @@ from batchgen.evals.arms.arm_samples import arm_values_of, pooled_samples, sampl
 from batchgen.evals.arms.arm_table import Arm
 from batchgen.evals.arms.job_facts import (
     SEED,
+    attempt_times,
     differing_settings,
     is_config,
     job_numbers,
-    own_times,
 )
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -191,7 +191,7 @@ class _Job:
 
 def _check_alone(jobs: Sequence[_Job]) -> None:
     """Set `alone` of each job."""
-    times = [own_times(job.metrics) for job in jobs]
+    times = [attempt_times(job.metrics) for job in jobs]
     for number, job in enumerate(jobs):
         others = [time for other, spans in enumerate(times) if other != number for time in spans]
         job.alone = not any(

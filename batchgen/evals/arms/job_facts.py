@@ -72,7 +72,7 @@ def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
         yield key, float(value)
 
 
-class OwnTime(NamedTuple):
+class AttemptTime(NamedTuple):
     """The time in which an attempt at a job ran.
 
     Attributes:
@@ -85,7 +85,7 @@ class OwnTime(NamedTuple):
     end: float
 
 
-def own_times(metrics: Mapping[str, Any]) -> list[OwnTime]:
+def attempt_times(metrics: Mapping[str, Any]) -> list[AttemptTime]:
     """The times in which the attempts at a job ran, shortened by _SLACK because they are not
     exact."""
     times = []
@@ -93,7 +93,7 @@ def own_times(metrics: Mapping[str, Any]) -> list[OwnTime]:
         try:
             began = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
             end = began + float(attempt["wall_s"]) - _SLACK
-            times.append(OwnTime(str(attempt["host"]), began, end))
+            times.append(AttemptTime(str(attempt["host"]), began, end))
         except (LookupError, TypeError, ValueError):  # from a stranger or an older version
             continue
     return times

@@ -1,4 +1,9 @@
-"""Reads the tokenizer and chat template that an adapter's folder may have besides its weights."""
+"""Reads the tokenizer and chat template that the folder of a LoRA adapter may have besides its
+weights.
+
+The configuration `lora_template` says whose chat template prompts are written with: `base`, the
+model's, or `adapter`, that of the job's only adapter, whose tokenizer is then used as well.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,8 @@ _VOCABULARY, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "
 TOKENIZER = (_VOCABULARY, _SETTINGS, _TEMPLATE)
 """The files of a tokenizer that are read."""
 _MOST_BYTES = 64 * 2**20
-"""The size of a tokenizer's file from which on an adapter's is refused; the largest have 33 MB."""
+"""The maximum size of each of these files; the largest known has 33 MB. An adapter may come from a
+stranger, so a larger file is refused, not read."""
 _TAKE_IT = "or, if it is the job's only adapter, take that of its folder with lora_template=adapter"
 
 
@@ -28,16 +34,24 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def check_tokenizer(name: str, folder: Path, model: OpenedModel) -> None:
-    """Raise ValueError if an adapter comes with another vocabulary or chat template than the
-    model's."""
+    """Check an adapter of a job with lora_template=base.
+
+    Args:
+        name: the adapter's name in the job.
+        folder: the adapter's folder.
+
+    Raises:
+        ValueError: the folder has a vocabulary or chat template that differs from the model's.
+    """
     if model.tokenizer is None:
         return
     whole = _read(folder / _VOCABULARY)
     if whole is not None:
         if other := sorted(_vocabulary(whole).items() - model.tokenizer.get_vocab().items()):
+            first, _ = other[0]
             raise ValueError(
                 f"adapter {name}: {folder}/{_VOCABULARY} has another vocabulary than the model "
-                f"(token {other[0][0]!r}): merge the adapter into the model, and give the result "
+                f"(token {first!r}): merge the adapter into the model, and give the result "
                 f"its tokenizer, {_TAKE_IT}"
             )
     templates = _templates(_own_template(folder))
@@ -52,8 +66,12 @@ def check_tokenizer(name: str, folder: Path, model: OpenedModel) -> None:
 
 def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> OpenedModel:
     """Return the model with the tokenizer and chat template of its only adapter's folder, or with
-    the template alone if there is no tokenizer. Raises ValueError if there is neither, if one
-    cannot be read, or if a token has no place in the model's embedding."""
+    the template alone if the folder has no tokenizer: the use of lora_template=adapter.
+
+    Raises:
+        ValueError: the folder has neither, one cannot be read, or the id of a token is not below
+            the number of rows of the model's embedding.
+    """
     files = tokenizer_files(folder)
     if not files:
         raise ValueError(
@@ -61,7 +79,7 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
             f"{', '.join(TOKENIZER)}: leave it at base"
         )
     for file in files[:-1] if files[-1].name == _TEMPLATE else files:
-        _read(file)  # which refuses those that are too large or no objects
+        _read(file)  # refuses a file that is too large, or holds no JSON object
     tokenizer = _tokenizer(folder, model)
     if tokenizer is None:
         raise ValueError(
@@ -69,7 +87,7 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
             "leave it at base"
         )
     vocab_size = model.config.vocab_size
-    if beyond := [(i, text) for text, i in tokenizer.get_vocab().items() if i >= vocab_size]:
+    if beyond := [(id, text) for text, id in tokenizer.get_vocab().items() if id >= vocab_size]:
         number, text = min(beyond)
         raise ValueError(
             f"adapter {name}: {folder}/{_VOCABULARY} has token {text!r} with id {number}, and the "
@@ -80,8 +98,8 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
         tokenizer.chat_template = _templates(template).get("default", template)
     elif model.tokenizer is not None:
         tokenizer.chat_template = model.tokenizer.chat_template
-    ends = tuple(i for i in eos_token_ids(model.path, tokenizer) if 0 <= i < vocab_size)
-    return replace(model, tokenizer=tokenizer, eos_token_ids=ends)
+    eos_ids = tuple(id for id in eos_token_ids(model.path, tokenizer) if 0 <= id < vocab_size)
+    return replace(model, tokenizer=tokenizer, eos_token_ids=eos_ids)
 
 
 def _tokenizer(folder: Path, model: OpenedModel) -> PreTrainedTokenizerBase | None:
@@ -92,12 +110,13 @@ def _tokenizer(folder: Path, model: OpenedModel) -> PreTrainedTokenizerBase | No
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of all tokens of a tokenizer.json, by their text."""
+    """Return the ids of all tokens of a tokenizer.json, by their text. Entries of wrong types are
+    left out."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}
     if isinstance(vocab, dict):
-        ids |= {str(text): i for text, i in vocab.items() if isinstance(i, int)}
+        ids |= {str(text): id for text, id in vocab.items() if isinstance(id, int)}
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict) and isinstance(token.get("id"), int):
             ids[str(token.get("content"))] = token["id"]
@@ -105,7 +124,8 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _own_template(folder: Path) -> Any:
-    """The chat template of an adapter's folder, or several by their names; None without one."""
+    """Return the chat template of an adapter's folder in one of the forms that `_templates` reads;
+    None without one."""
     path = folder / _TEMPLATE
     if path.is_file():
         _check_size(path)
@@ -114,24 +134,26 @@ def _own_template(folder: Path) -> Any:
 
 
 def _templates(value: Any) -> dict[str, str]:
-    """Chat templates by their names, as transformers keeps one, several, or several in a list."""
+    """Return chat templates by their names. tokenizer_config.json holds one text, an object of
+    texts by name, or a list of objects with `name` and `template`."""
     if isinstance(value, str):
         return {"default": value.strip()}
     if isinstance(value, list):
-        pairs = [(one.get("name"), one.get("template")) for one in value if isinstance(one, dict)]
-        value = {str(name): text for name, text in pairs}
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = {str(entry.get("name")): entry.get("template") for entry in entries}
     if not isinstance(value, dict):
         return {}
     return {str(name): str(text).strip() for name, text in value.items()}
 
 
 def _check_size(path: Path) -> None:
+    """Raise ValueError if a file has more than _MOST_BYTES."""
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is larger than any tokenizer's: remove it from the adapter")
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
-    """Read a file of an adapter's tokenizer; None if there is none."""
+    """Return the JSON object in a file; None if the file is missing."""
     if not path.is_file():
         return None
     _check_size(path)

@@ -1,4 +1,9 @@
-"""Reads from a sentence-transformers checkpoint how it makes embeddings."""
+"""Reads from a sentence-transformers checkpoint how an embedding is made of hidden states.
+
+Such a checkpoint lists modules in modules.json: the Transformer, then Pooling, which makes one
+vector of the hidden states of all tokens, then perhaps Normalize, which scales it to length 1. The
+way of pooling is in the folder of the module Pooling.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +17,22 @@ from batchgen.engine.interface.hidden_columns import Pooling
 from batchgen.util.shorten import some_names
 
 MODULES = "modules.json"
-"""The file that lists the modules after the decoder; it exists only in embedding models."""
+"""The file that lists the modules; it exists only in embedding models."""
 _KINDS = ("Transformer", "Pooling", "Normalize")
-"""The modules that are supported, in the only order in which they may come."""
+"""The supported modules, in the only supported order."""
 _POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+"""The ways of pooling that are supported: their names in checkpoints and here."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean", "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-"""The flags of older files, one for each way of pooling."""
+"""Older files have a Boolean flag for each way of pooling, in place of `pooling_mode`."""
 
 
 def pooling_file(path: Path) -> str | None:
-    """The file in a model's folder that says how it pools; None if modules.json lists no Pooling.
+    """Return the path, in a model's folder, of the file that says how it pools; None if
+    modules.json lists no Pooling.
 
     Raises:
         ValueError: modules.json is damaged, or names a path outside the model's folder.
@@ -52,16 +59,17 @@ def check_modules(path: Path) -> None:
 
 
 def normalises(path: Path) -> bool | None:
-    """Whether a model's folder lists Normalize; None if it does not say how embeddings are made."""
+    """Return whether a model's folder lists Normalize; None if it lists no Pooling, so that it does
+    not say how embeddings are made."""
     kinds = [kind for kind, _ in _modules(path)]
     return "Normalize" in kinds if "Pooling" in kinds else None
 
 
 def checkpoint_pooling(path: Path) -> Pooling | None:
-    """The way in which a model's folder says that embeddings are pooled; None if it does not say.
+    """Return the way of pooling that a model's folder states; None if it states none.
 
     Raises:
-        ValueError: it is another way than those of `Pooling`, or a file is damaged or missing.
+        ValueError: the way is not supported, or a file is damaged or missing.
     """
     name = pooling_file(path)
     if name is None:
@@ -95,7 +103,12 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
 
 
 def _modules(path: Path) -> Sequence[tuple[str, str]]:
-    """The kind and the path of each module; none without a file."""
+    """Return the kind (the name of its class) and the path of each module; empty without
+    modules.json.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     file = path / MODULES
     if not file.is_file():
         return ()

@@ -1,4 +1,4 @@
-"""Finds the adapters of a model and checks that they fit it, before any weights load."""
+"""Finds the LoRA adapters of a job and checks that they fit its model, before any weights load."""
 
 from __future__ import annotations
 
@@ -38,9 +38,17 @@ from batchgen.util.paths import user_path
 def with_adapters(
     model: OpenedModel, adapters: LoRA, *, fold: bool = False, template: LoRATemplate = "base"
 ) -> OpenedModel:
-    """Return the model with these adapters; rows have the only one unless they ask for another.
-    With `fold` it is added to the weights, and `template` says whose tokenizer and chat template
-    the model has. Raises ValueError if an adapter cannot be found, is damaged, or does not fit."""
+    """Return the model with these adapters. If there is only one, all rows run with it by default.
+
+    Args:
+        adapters: the job's model.lora: folders or hub names of adapters, by name.
+        fold: add the only adapter to the weights once, instead of computing it in each forward.
+        template: whose tokenizer and chat template the job uses: `base`, the model's, or `adapter`,
+            those of the only adapter.
+
+    Raises:
+        ValueError: an adapter cannot be found, is damaged, or does not fit the model.
+    """
     folders = {
         name: adapter_folder
         for name, adapter_folder in named_places(adapters).items()
@@ -55,18 +63,8 @@ def with_adapters(
         )
     if not folders:
         return model
-    if model.path.is_file():
-        raise ValueError(
-            f"lora needs a model in safetensors, but {model.path.name} is a GGUF file: merge the "
-            "adapter, or use the original checkpoint"
-        )
-    if fold and not only_one(adapters):
-        raise ValueError("lora_fold adds one adapter to the weights, and lora names several")
-    if fold and (model.config.form is not None or model.quantization is not None):
-        raise ValueError(
-            "lora_fold adds an adapter to weights of 16 or 32 bits, but this model's have fewer: "
-            "leave it false, which computes the adapter separately"
-        )
+    _check_fold(model, fold=fold, is_single=only_one(adapters))
+    # The model's modules with shapes and without values, to compare with the adapter's shapes.
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     by_name = {}
     for name, adapter_folder in folders.items():
@@ -90,21 +88,43 @@ def with_adapters(
     )
 
 
+def _check_fold(model: OpenedModel, *, fold: bool, is_single: bool) -> None:
+    """Raise ValueError if adapters cannot be used with this model, or cannot be folded into it."""
+    if model.path.is_file():
+        raise ValueError(
+            f"lora needs a model in safetensors, but {model.path.name} is a GGUF file: merge the "
+            "adapter, or use the original checkpoint"
+        )
+    if fold and not is_single:
+        raise ValueError("lora_fold adds one adapter to the weights, and lora names several")
+    if fold and (model.config.form is not None or model.quantization is not None):
+        raise ValueError(
+            "lora_fold adds an adapter to weights of 16 or 32 bits, but this model's have fewer: "
+            "leave it false, which computes the adapter separately"
+        )
+
+
 def adapter_files(adapter: AdapterFile, *, with_template: bool) -> list[Path]:
-    """The files that decide what an adapter computes, and what prompts it reads if it also gives
-    the tokenizer."""
+    """Return the files whose content decides an adapter's results. With `with_template` these
+    include its tokenizer and chat template."""
     files = tokenizer_files(adapter.folder) if with_template else []
     return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *files]
 
 
 def _hub_name(path: str) -> re.Match[str] | None:
+    """Match OWNER/NAME or OWNER/NAME@REVISION: groups 1 and 2 are repository and revision. None if
+    the path exists on this machine or has another form."""
     if user_path(path, "lora").exists():
         return None
     return re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", path)
 
 
 def _folder(name: str, path: str) -> Path:
-    """Find an adapter's folder; one on the hub is downloaded."""
+    """Return the folder of the adapter `name`. An adapter on the hub is downloaded.
+
+    Raises:
+        ConfigError: there is no such folder, and the hub does not have the adapter either.
+    """
     if (on_hub := _hub_name(path)) is not None:
         try:
             patterns = [CONFIG, WEIGHTS, *TOKENIZER]
@@ -136,6 +156,7 @@ def _check_links(name: str, folder: Path) -> None:
 
 
 def _warn_of_base(name: str, adapter: AdapterFile, model: OpenedModel) -> None:
+    """Print a warning if the adapter names another base model than this one."""
     base = adapter.config.base
     if base is not None and Path(base).name.lower() != model.path.name.lower():
         print(

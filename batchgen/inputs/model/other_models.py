@@ -1,4 +1,9 @@
-"""Opens and checks the models that a strategy runs beside the target, before any weights load."""
+"""Opens and checks the other models that a strategy runs, before any weights load.
+
+A strategy is a way to generate, such as speculative decoding. The job's own model is its target. An
+other model, such as a draft model, has a checkpoint of its own, or is a head: a small module in the
+target's checkpoint, such as a multi-token-prediction head.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,10 @@ from batchgen.util.errors import ConfigError
 
 
 def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
-    """The names of the target's heads that the strategy runs.
+    """Return the names of the heads of the target `model` that the strategy runs.
 
     Raises:
-        ConfigError: the model has no such head, or its checkpoint comes without the weights.
+        ConfigError: the model has no such head, or its checkpoint lacks the weights of the head.
     """
     sources = (role.source for role in strategy.models.values())
     heads = [source for source in sources if isinstance(source, Head)]
@@ -36,8 +41,9 @@ def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
 
 
 def _has_weights(model: OpenedModel, head: str) -> bool:
-    """Whether a checkpoint has tensors of the head of this name, whatever it calls them."""
+    """Return whether the target's checkpoint has tensors of a head."""
     config = model.config
+    # Checkpoints have names of their own for tensors; `piece_name` returns the model's name.
     piece_name = model_class(config.architecture, model.path).piece_name
     return any(piece_name(name, config).startswith(f"{head}.") for name in tensor_names(model.path))
 
@@ -45,8 +51,7 @@ def _has_weights(model: OpenedModel, head: str) -> bool:
 def open_others(
     strategy: Strategy, model: OpenedModel, max_model_len: int
 ) -> dict[str, OpenedModel]:
-    """Open the strategy's models that have checkpoints of their own, by name, without their
-    weights.
+    """Return the strategy's models that have checkpoints of their own, by name, without weights.
 
     Raises:
         ConfigError: the user named no checkpoint, or it cannot be opened or does not fit the
@@ -60,7 +65,7 @@ def open_others(
 
 
 def _open(name: str, source: Checkpoint, model: OpenedModel, max_model_len: int) -> OpenedModel:
-    """Open one model, as `open_others` says."""
+    """Open one model. Raises ConfigError as `open_others`."""
     key = f"strategy.{source.option}"
     if source.path is None:
         raise ConfigError(
@@ -69,18 +74,34 @@ def _open(name: str, source: Checkpoint, model: OpenedModel, max_model_len: int)
         )
     load_format: LoadFormat = "dummy" if model.load_format == "dummy" else "auto"
     try:
-        kept = model.config.kv_cache_dtype
-        other = open_model(source.path, None, load_format, kv_cache_dtype=kept)
+        kv_cache_dtype = model.config.kv_cache_dtype
+        other = open_model(
+            source.path, revision=None, load_format=load_format, kv_cache_dtype=kv_cache_dtype
+        )
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
-    _check(key, f"a {name} model", source.path, other, model, max_model_len)
+    _check(
+        key,
+        f"a {name} model",
+        path=source.path,
+        other=other,
+        model=model,
+        max_model_len=max_model_len,
+    )
     return other
 
 
 def _check(
     key: str, kind: str, path: str, other: OpenedModel, model: OpenedModel, max_model_len: int
 ) -> None:
-    """Refuse a model that predicts masked tokens, has another vocabulary or too few positions."""
+    """Raise ConfigError if the other model does not fit the target `model`: it is a diffusion
+    model, has another vocabulary, or too few positions.
+
+    Args:
+        key: the key of the configuration that names it.
+        kind: what it is, with an article.
+        path: its checkpoint.
+    """
     if other.config.diffusion is not None or other.config.canvas_length is not None:
         raise ConfigError(
             f"{key}: {path} is a diffusion model, and {kind} predicts next tokens: choose another "
@@ -109,9 +130,9 @@ def _check(
 
 def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
     """Describe one token in which two vocabularies differ; None if they are equal."""
-    one, two = ours.get_vocab(), theirs.get_vocab()
+    one, two = ours.get_vocab(), theirs.get_vocab()  # ids by tokens
     if one == two:
         return None
     token = min(token for token in one.keys() | two.keys() if one.get(token) != two.get(token))
-    ids = [f"id {v[token]}" if token in v else "no token" for v in (two, one)]
-    return f"{token!r} is {ids[0]} there and {ids[1]} here"
+    there, here = (f"id {vocab[token]}" if token in vocab else "no token" for vocab in (two, one))
+    return f"{token!r} is {there} there and {here} here"

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Against(TableStep):
-    """Takes out rows that have `ngram` words in a row in common with a text of another data set.
+    """Takes out rows whose text shares `ngram` consecutive words with a text of another data set.
 
-    So training data are kept apart from a benchmark. Case and punctuation do not count. A text that
-    is shorter than `ngram` words is found where a row has just these words. The other data set
-    takes 12 bytes of memory for each of its words.
+    This keeps the questions of a benchmark out of training data. Case and punctuation do not count.
+    If a text of the other data set has fewer than `ngram` words, a row is taken out if its text has
+    exactly these words. The other data set takes 12 bytes of memory for each of its words.
 
     Attributes:
-        path: files, a job's folder or a data set of the hub.
-        column: the text of a row.
-        other: the column of the other data set; null for one of the same name.
-        ngram: how many words.
+        path: the other data set: files, a job's folder or the name of a data set on the hub.
+        column: the column with the text of a row.
+        other: the column with the text in the other data set; null for the same name.
+        ngram: the number of consecutive words that are compared.
         name: the configuration of the other data set, if it has several.
         split: the split of the other data set, if it has several.
     """

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(TableStep):
-    """Keeps the rows for which a condition holds. A row in which it has no value, because of a null
-    or because of types, becomes an error row.
+    """Keeps the rows for which a condition is true. If the condition cannot be computed for a row,
+    because a value is null or has another type, the row becomes an error row.
 
     Attributes:
         where: a Jinja expression over the columns: `language == 'en' and text|length > 200`.
@@ -79,11 +79,11 @@ class _Filter:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(TableStep):
-    """Keeps the first rows of each kind, so that no kind has more than `most`.
+    """Keeps at most `most` rows of each kind: the first ones.
 
     Attributes:
-        by: a column, or a list of columns, whose values say of which kind a row is.
-        most: how many rows of a kind stay.
+        by: a column, or a list of columns. Rows with the same values in these are of one kind.
+        most: the maximum number of rows of a kind.
     """
 
     stable = True
@@ -133,13 +133,12 @@ class _Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(TableStep):
-    """Keeps a share of the rows, or the first ones. Give one of the two options.
+    """Keeps a random share of the rows, or the first rows. Set either `share` or `rows`.
 
     Attributes:
-        share: from 0 to 1. The hash of a row's id decides, so a row stays whatever others there
-            are, and 0.2 has all rows of 0.1.
-        rows: how many of the first rows stay. When they are there, no further row of the data set
-            is read.
+        share: the share of rows to keep, from 0 to 1. The hash of a row's id decides, so it does
+            not depend on other rows, and a larger share keeps all rows that a smaller one keeps.
+        rows: how many rows to keep. Once there are that many, no more of the data set is read.
     """
 
     stable = True

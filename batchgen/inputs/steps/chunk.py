@@ -35,19 +35,19 @@ CJK punctuation, without a space), words."""
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(SplittingStep):
-    """Cuts a text into pieces of at most a number of tokens, a row for each, with `#0`, `#1` …
-    behind its id.
+    """Cuts a text into pieces of at most `tokens` tokens, and makes a row of each piece. The new
+    rows have the id of the old one with `#0`, `#1` … at its end.
 
-    Tokens are those of the job's tokenizer. A piece ends between paragraphs where there is such a
-    place in its second half, else between lines, sentences or words. The whole text is not copied
-    to the output any more, and prompts have it still unless the piece takes its place.
+    Tokens are those of the job's tokenizer. A piece ends at the end of a paragraph if one ends in
+    the second half of the piece; otherwise at the end of a line, a sentence or a word. The output
+    does not contain the whole text any more, but prompts can still use it, unless `as` is null.
 
     Attributes:
-        column: the text.
-        tokens: the most tokens of a piece.
-        overlap: about how many tokens at the end of a piece stand again at the beginning of the
+        column: the column with the text.
+        tokens: the maximum number of tokens of a piece.
+        overlap: about how many tokens at the end of a piece are repeated at the beginning of the
             next one; at most half of `tokens`.
-        as_: the column that gets the piece; null for that of the text itself.
+        as_: the name of the column with the piece; null for the name of the text's column.
     """
 
     column: str

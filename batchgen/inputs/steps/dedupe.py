@@ -28,23 +28,27 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Dedupe(TableStep):
-    """Takes out rows whose values were there before; the first row stays.
+    """Takes out each row that is the same as an earlier row, or nearly the same, in the columns
+    `by`.
 
-    Nearly the same are texts whose sets of word n-grams have a Jaccard similarity (those in both
-    over those in any) of `near` or more. They are found by MinHash, 95 of 100 pairs that are just
-    as similar as `near` and nearly all that are more similar, and then compared in full, so none is
-    taken out that is less similar. Case and punctuation do not count. A million rows take about
-    100 MB of memory, and 8 bytes of a temporary file for each word.
+    With `near`, texts are nearly the same if the Jaccard similarity of their sets of word n-grams
+    is `near` or more: the number of n-grams in both texts over that in either one. Case and
+    punctuation do not count. MinHash finds candidates: 95 of 100 pairs whose similarity is just
+    `near`, and nearly all pairs that are more similar. Their similarity is then computed in full,
+    so no row is taken out that is less similar. A million rows take about 100 MB of memory, and 8
+    bytes of a temporary file for each word.
 
-    Vectors, such as a job's column `embedding`, are nearly the same if their cosine is `cosine` or
-    more. Each is compared with all that were kept, so the time grows with the square of the rows,
-    and memory has four bytes for each number of a row that is kept.
+    With `cosine`, vectors, such as those of a job's column `embedding`, are nearly the same if
+    their cosine similarity is `cosine` or more. Each vector is compared with all that were kept, so
+    the time grows with the square of the number of rows. Memory holds four bytes for each number of
+    a vector that is kept.
 
     Attributes:
         by: a column, or a list of columns that are compared together.
-        near: null for the same values; from 0.5 to 1 for texts that are nearly the same.
-        ngram: with `near`, how many words are compared at a time.
-        cosine: above -1 to 1 for vectors that are nearly the same, in one column; null for others.
+        near: the minimum similarity of texts, from 0.5 to 1; null takes out equal values only.
+        ngram: the number of words of an n-gram, for `near`.
+        cosine: the minimum similarity of vectors in one column, above -1 and at most 1; null if the
+            column does not hold vectors.
     """
 
     stable = True

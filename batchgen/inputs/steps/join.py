@@ -35,20 +35,21 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Join(TableStep):
-    """Adds columns of another table: those of its one row that has the same key.
+    """Adds columns from another table. The values for a row are those of the table's row with the
+    same key.
 
-    The table's keys and these columns are in memory while the rows are gone through.
+    The keys of the other table and these columns are held in memory.
 
     Attributes:
-        path: files, a job's folder or a data set of the hub.
-        on: the column, or a list of columns, that both have; `{ours: theirs}` where the names
-            differ. `row_id` is the row's id where there is no such column. Each key of the other
-            table must be there once.
-            In a job's folder `row_id` is that of the row which was answered, and `answer_id`
-            that of the answer, q17#3: `{row_id: answer_id}` joins the answers of two jobs.
+        path: the other table: files, a job's folder or the name of a data set on the hub.
+        on: the key: the column, or a list of columns, that both have; `{ours: theirs}` where the
+            names differ. `row_id` is the row's id if there is no column of this name. The other
+            table may have each key only once.
+            In a job's folder, `row_id` is the id of the row that was answered, and `answer_id` that
+            of the answer, such as q17#3: `{row_id: answer_id}` joins the answers of two jobs.
         columns: the columns to add; `{theirs: ours}` for other names.
-        missing: what becomes of a row without a partner. `error` makes an error row, `null` leaves
-            its new columns empty, `drop` takes it out.
+        missing: what happens if the other table has no row with the key. `error` makes an error
+            row, `null` sets the new columns to null, `drop` takes the row out.
         name: the configuration of the other data set, if it has several.
         split: the split of the other data set, if it has several.
     """

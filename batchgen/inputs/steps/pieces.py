@@ -64,19 +64,19 @@ class _Pieces(TableStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Pick(_Pieces):
-    """Adds a piece to each row by chance, or several columns with a piece each:
+    """Adds one or more columns to each row, each with a random piece from a list:
     `Pick: {persona: personas.jsonl, style: [terse, formal]}`.
 
-    The hash of seed, column and row id decides, so a row gets the same pieces whatever others there
-    are. A file has a piece in each row: the value of the column of the same name, or of its only
-    column, or else all columns together.
+    The hash of seed, column and row id decides, so the pieces of a row do not depend on other rows.
+    Each row of a file is a piece: the value of its column of the same name or of its only column,
+    otherwise all its columns together.
 
     Attributes:
-        pieces: from the name of a column to its pieces, a list or the path of a file. Keys that are
-            no options are such columns, too.
-        times: how many rows are made of each, which may have different pieces, with `#0`, `#1` …
-            behind their ids; null for one with the id that it has.
-        seed: another number gives other pieces.
+        pieces: the pieces of each new column, by its name: a list, or the path of a file. Keys that
+            are not options of this step are names of such columns, too, as in the example.
+        times: how many rows to make of each row. They get different pieces, and the id of the row
+            with `#0`, `#1` … at its end. null makes one row and keeps its id.
+        seed: a different number gives different pieces.
     """
 
     stable = True
@@ -110,13 +110,13 @@ class Pick(_Pieces):
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(_Pieces):
-    """Makes a row for each combination of pieces, with `#0`, `#1` … behind its id:
-    `Cross: {style: [faq, table], language: [en, de, fr]}` makes six of one. The last column changes
-    fastest.
+    """Makes a row of each row for each combination of pieces, with `#0`, `#1` … at the end of its
+    id: `Cross: {style: [faq, table], language: [en, de, fr]}` makes six rows of one. The last
+    column changes fastest.
 
     Attributes:
-        pieces: from the name of a column to its pieces, a list or the path of a file. Keys that are
-            no options are such columns, too.
+        pieces: the pieces of each new column, by its name: a list, or the path of a file. Keys that
+            are not options of this step are names of such columns, too, as in the example.
         most: a configuration with more combinations is refused.
     """
 

@@ -25,13 +25,13 @@ _FIRST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(TableStep):
-    """Makes a row of RULER (Hsieh et al. 2024, arXiv 2404.06654): a text of a chosen length, and a
-    question about what is hidden in it. Rows go through the tasks and then through the lengths, and
-    what a row holds follows from its number and the seed.
+    """Makes each row a test of RULER (Hsieh et al. 2024, arXiv 2404.06654): a long text, and a
+    question about what is hidden in it. Consecutive rows go through all tasks with the first of
+    `lengths`, then with the next. The number of a row and the seed decide what its text says.
 
-    Its columns are `task`, `length`, `input`, `answer_prefix`, with which the answer begins, and
-    `outputs`, the texts that it must hold. The text is as long as fits into `length` with `reserve`
-    left, in tokens of the job's model. Tasks:
+    The columns are `task`, `length`, `input` (text and question), `answer_prefix` (the beginning of
+    the answer, for the prompt) and `outputs` (the texts that the answer must contain). The text is
+    as long as possible: `length` tokens of the job's model without `reserve`. Tasks:
 
     - `niah_single_1`: a number among repeated sentences.
     - `niah_single_2`, `niah_single_3`: a number, or a UUID, in prose.
@@ -45,10 +45,10 @@ class Ruler(TableStep):
     - `fwe`: the three most frequent of coded words.
 
     Attributes:
-        tasks: some of these.
-        lengths: in tokens, for text, chat format and answer.
-        reserve: tokens of `length` for the answer and the chat format.
-        seed: another number gives other texts.
+        tasks: the tasks to use.
+        lengths: numbers of tokens for text, question, chat format and answer together.
+        reserve: how many of these tokens are left for the chat format and the answer.
+        seed: a different number gives different texts.
     """
 
     stable = True

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Explode(SplittingStep):
-    """Makes a row of each item of a list, with `#0`, `#1` … behind its id.
+    """Makes a row of each item of a list. The new rows have the id of the old one with `#0`, `#1` …
+    at its end.
 
-    An empty list gives no rows. The list itself is no longer copied to the output, but prompts can
-    still read it. A row without a list becomes an error row.
+    An empty list gives no rows. The output does not contain the list any more, but prompts can
+    still use it. A row without a list becomes an error row.
 
     Attributes:
         column: the list. The path of a list inside a struct has dots: `plan.questions`.
-        as_: the column that gets the item; null for that of the list itself.
+        as_: the name of the column with the item; null for the name of the list's column.
         most: a row with a longer list becomes an error row.
     """
 

@@ -17,7 +17,7 @@ from batchgen.jobs.planning.folder_state import FolderState, find_rows, folder_s
 from batchgen.jobs.planning.planned_reuse import PlannedReuse, planned_reuse
 from batchgen.jobs.resolve.open_job import open_job
 from batchgen.jobs.resolve.opened_job import OpenedJob
-from batchgen.jobs.run.checked_rows import check_rows, lasting, row_request
+from batchgen.jobs.run.checked_rows import check_rows, pin_values, row_request
 from batchgen.util.errors import ConfigError
 
 _COMPILE_S = 2.0
@@ -96,7 +96,7 @@ def outlined(config: JobConfig) -> Iterator[Outline]:
             refusal = error
         # The digest by which an older job's row is found includes that of the row's images.
         with_images = bool(config.output.reuse)
-        request = row_request(lasting(config, opened), opened, with_images=with_images)
+        request = row_request(pin_values(config, opened), opened, with_images=with_images)
         image = None if opened.images is None else opened.images.image_token_id
         scan = scan_rows(opened.source, request, image)
         reuse = planned_reuse(config, opened, scan)

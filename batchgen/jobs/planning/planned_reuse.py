@@ -13,7 +13,7 @@ from batchgen.jobs.reuse.key_index import KeyIndex
 from batchgen.jobs.reuse.key_log import read_keys
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.reuse.row_reuse import OlderJobs
-from batchgen.jobs.run.checked_rows import lasting, output_schema
+from batchgen.jobs.run.checked_rows import output_schema, pin_values
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.stores.open_storage import open_storage
 
@@ -47,8 +47,8 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
     """
     if not (folders := config.output.reuse):
         return None
-    config, opened = lasting(config, opened), opened.with_fingerprints()
-    with closing(OlderJobs(folders, output_schema(config, opened), only_there=True)) as older:
+    config, opened = pin_values(config, opened), opened.with_fingerprints()
+    with closing(OlderJobs(folders, output_schema(config, opened), present_only=True)) as older:
         if not len(older):
             return None
         number = _copied(config, opened, scan, older)

@@ -30,13 +30,13 @@ class OlderJobs:
     """The rows of older jobs, by their keys."""
 
     def __init__(
-        self, folders: Sequence[str], schema: OutputSchema, *, only_there: bool = False
+        self, folders: Sequence[str], schema: OutputSchema, *, present_only: bool = False
     ) -> None:
         """Read the keys in the folders, which are tried in this order.
 
         A folder is left out, with a warning on stderr, if its rows cannot be used: it is not a
-        job's, lacks a column or is damaged. `only_there` leaves out keys of rows that were dropped;
-        `copy` does not find such rows in any case.
+        job's, lacks a column or is damaged. `present_only` leaves out keys of rows that were
+        dropped; `copy` does not find such rows in any case.
         """
         self._folders: list[tuple[str, OlderRows]] = []
         self._opened: list[Storage] = []
@@ -50,7 +50,7 @@ class OlderJobs:
                     _leave_out(folder, f"its rows have no column {name} as this job writes it")
                     continue
                 keys = read_keys(reader.storage)
-                records.append(_present_records(reader, keys) if only_there else keys)
+                records.append(_present_records(reader, keys) if present_only else keys)
             except (ConfigError, JobError) as error:
                 _leave_out(folder, str(error))
                 continue

@@ -144,7 +144,7 @@ def row_request(
     return request
 
 
-def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
+def pin_values(config: JobConfig, parts: ResolvedJob) -> JobConfig:
     """The configuration with the values that are fixed when the job first starts: the pooling of
     embeddings, and the date that prompts name."""
     output = config.output
@@ -161,7 +161,7 @@ def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
 
 def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is requested now, without digests of its rows."""
-    config = lasting(config, parts)
+    config = pin_values(config, parts)
     from batchgen.jobs.run.image_files import (
         content_fingerprint,  # loads the libraries for data
     )

@@ -16,7 +16,7 @@ from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, job_manifest, lasting
+from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, job_manifest, pin_values
 from batchgen.jobs.run.computed_rows import compute_rows
 from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
@@ -56,7 +56,7 @@ def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Tu
 
     Everything that can be refused without the weights is refused in the first turn.
     """
-    config = lasting(config, parts)
+    config = pin_values(config, parts)
     try:
         rows = check_rows(config, parts)
         with ExitStack() as stack:

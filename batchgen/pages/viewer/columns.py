@@ -1,4 +1,8 @@
-"""Prepares the page of one row in `batchgen view`, for one job or two jobs side by side."""
+"""Prepares the page of one input row in `batchgen view`, for one job or for two side by side.
+
+A row may have several samples (answers) in each job, of which the page shows one. The key `a`
+stands for the first job and `b` for the second.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,40 @@ from batchgen.pages.viewer.job_view import JobView, Vote, votes
 from batchgen.util.text.word_difference import WordDifference, word_difference
 
 MOST_TOKENS = 4000
-"""A row's token view has at most this many tokens, unless all are asked for: a browser takes
-seconds for many more."""
+"""The maximum number of tokens in a row's token view, unless the user asks for all of them: a
+browser takes seconds for many more."""
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """The tokens of a row."""
+    """The token view of a sample.
+
+    Attributes:
+        is_cut: whether tokens in the middle are left out.
+        has_texts: whether texts of tokens are shown. Without the model's tokenizer on this machine,
+            ids are shown.
+    """
 
     html: Markup
-    is_cut: bool  # the middle is left out
-    has_texts: bool  # the tokenizer is on this machine
+    is_cut: bool
+    has_texts: bool
 
 
 @dataclass(frozen=True)
 class JobCell:
-    """A row in one job."""
+    """A row in one job.
+
+    Attributes:
+        key: `a` or `b`.
+        samples: all samples of the row; empty if the job does not have the row.
+        chosen: the sample that is shown; None if there is none.
+        html: this sample.
+        tokens: its token view; None if the user did not ask for it.
+    """
 
     job: JobView
-    key: str  # `a` or `b`
-    samples: list[RowFacts]  # none if the job does not have the row
+    key: str
+    samples: list[RowFacts]
     chosen: RowFacts | None
     html: Markup
     tokens: TokenPart | None
@@ -45,42 +63,53 @@ class JobCell:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """A row in one job or in two."""
+    """A row in one job or in two.
+
+    Attributes:
+        columns: the row in each job.
+        prompt: the prompt, if it is the same in two jobs. Otherwise it is empty, and each column
+        has
+            its own prompt.
+        difference: how the texts of two jobs differ; None if not both have a text.
+    """
 
     columns: list[JobCell]
-    prompt: Markup  # what both were asked, if that is the same; else the columns have it
-    difference: WordDifference | None  # of the texts, where both have one
+    prompt: Markup
+    difference: WordDifference | None
 
 
 def row_columns(
     jobs: Sequence[JobView], samples: Sequence[list[RowFacts]], query: Mapping[str, str]
 ) -> SideBySide:
-    """What the page of a row shows.
+    """Return what the page of a row shows.
 
     Args:
-        samples: of the row in each job.
-        query: with the numbers of the samples that are shown, `sample_a` and `sample_b`, and
-            whether `tokens` are.
+        jobs: one job or two.
+        samples: the samples of the row in each job.
+        query: the query of the URL. `sample_a` and `sample_b` are the numbers of the samples to
+            show, 0 by default. `tokens` asks for the token view if it is not empty, and for a view
+            without limit if it is `all`.
 
     Raises:
-        ConfigError: a number of a sample is none.
+        ConfigError: the number of a sample is not a number.
     """
-    numbers = [whole_number(query, f"sample_{key}", 0) for key in "ab"]
-    chosen = [same_sample(some, number) for some, number in zip(samples, numbers, strict=False)]
+    numbers = [whole_number(query, f"sample_{key}", default=0) for key in "ab"]
+    chosen = [same_sample(row, number) for row, number in zip(samples, numbers, strict=False)]
     tokens = query.get("tokens", "")
-    listed = [
-        (None if one is None else job.page(tokens=bool(tokens)), one)
-        for job, one in zip(jobs, chosen, strict=True)
+    pages = [
+        None if sample is None else job.page(tokens=bool(tokens))
+        for job, sample in zip(jobs, chosen, strict=True)
     ]
-    prompts = [page.prompt(one) if page and one else [] for page, one in listed]
+    pairs = list(zip(pages, chosen, strict=True))
+    prompts = [page.prompt(sample) if page and sample else [] for page, sample in pairs]
     is_common = len(prompts) == 2 and bool(prompts[0]) and prompts[0] == prompts[1]
     columns = [
-        _column(job, key, some, page, one, tokens, with_prompt=not is_common)
-        for job, key, some, (page, one) in zip(jobs, "ab", samples, listed, strict=False)
+        _column(job, key, row, page, sample, tokens, with_prompt=not is_common)
+        for job, key, row, (page, sample) in zip(jobs, "ab", samples, pairs, strict=False)
     ]
-    (page, first), prompt = listed[0], Markup("")
-    if is_common and page is not None and first is not None:
-        prompt = page.prompt_html(first, key="ab")
+    (page, sample), prompt = pairs[0], Markup("")
+    if is_common and page is not None and sample is not None:
+        prompt = page.prompt_html(sample, key="ab")
     return SideBySide(columns, prompt, _difference(jobs, chosen))
 
 
@@ -94,8 +123,9 @@ def _column(
     *,
     with_prompt: bool,
 ) -> JobCell:
+    """Return a row in one job; `page` renders `chosen`, and `tokens` is as in the query."""
     if page is None or chosen is None:
-        return JobCell(job, key, samples, None, Markup(""), None)
+        return JobCell(job, key, samples, chosen=None, html=Markup(""), tokens=None)
     html = page.html(chosen, key=key, limits=PageLimits(tokens=0), with_prompt=with_prompt)
     part = None
     if tokens:
@@ -108,6 +138,7 @@ def _column(
 def _difference(
     jobs: Sequence[JobView], chosen: Sequence[RowFacts | None]
 ) -> WordDifference | None:
+    """Return how the texts of the two samples differ; None if there are not two texts."""
     pairs = zip(jobs, chosen, strict=True)
     texts = [sample.row[job.rows.text_column] for job, sample in pairs if sample is not None]
     return None if len(texts) != 2 or None in texts else word_difference(*texts)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.compared_jobs import compare_jobs, comparison_lines
@@ -50,7 +50,7 @@ class Flipped:
 
     @cached_property
     def flipped(self) -> list[PairedQuestion]:
-        """The questions that B answers worse, then those that it answers better."""
+        """The questions that B answers worse than A, then those that B answers better."""
         return [*self.comparison.losses, *self.comparison.wins]
 
 
@@ -70,6 +70,13 @@ class FlippedRow:
         return self.question.b < self.question.a
 
 
+class _Result(NamedTuple):
+    """The result of a comparison, and when the folders of both jobs had changed before it."""
+
+    stamps: tuple[int, ...]
+    comparison: Flipped | ConfigError
+
+
 class Flips:
     """Compares two jobs when the page is first requested, and again when a job has changed. Until
     then the result is kept, also if it is an error."""
@@ -77,8 +84,8 @@ class Flips:
     def __init__(self, a: JobView, b: JobView) -> None:
         self._jobs = (a, b)
         self._lock = Lock()
-        # By `anyway`: the stamps of the jobs that were compared, and the result.
-        self._known: dict[bool, tuple[tuple[int, ...], Flipped | ConfigError]] = {}
+        # The last result for each value of `anyway`.
+        self._known: dict[bool, _Result] = {}
 
     def find(self, *, anyway: bool) -> Flipped:
         """Return the comparison, which is computed anew only if a job has changed.
@@ -92,11 +99,12 @@ class Flips:
         with self._lock:
             stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
             known = self._known.get(anyway)
-            if known is None or known[0] != stamps:
-                known = self._known[anyway] = stamps, self._compared_or_refused(anyway)
-        if isinstance(known[1], ConfigError):
-            raise known[1]
-        return known[1]
+            if known is None or known.stamps != stamps:
+                known = _Result(stamps, self._compared_or_refused(anyway=anyway))
+                self._known[anyway] = known
+        if isinstance(known.comparison, ConfigError):
+            raise known.comparison
+        return known.comparison
 
     def rows(self, questions: Sequence[PairedQuestion]) -> list[FlippedRow]:
         """Return a row for each of some questions, in their order.
@@ -120,15 +128,15 @@ class Flips:
             rows.append(FlippedRow(question, line, samples))
         return rows
 
-    def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
+    def _compared_or_refused(self, *, anyway: bool) -> Flipped | ConfigError:
         """Compare the jobs. An error is returned, not raised, so that it is cached as well: it
         takes as long to find as a comparison, and is requested as often."""
         try:
-            return self._compared(anyway)
+            return self._compared(anyway=anyway)
         except ConfigError as error:
             return error
 
-    def _compared(self, anyway: bool) -> Flipped:
+    def _compared(self, *, anyway: bool) -> Flipped:
         """Compare the jobs. Raises ConfigError as `find`."""
         for job in self._jobs:
             if job.metrics.get("rows", 0) > MOST_ANSWERS:
@@ -144,7 +152,7 @@ class Flips:
 def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:
     """Return the sample with the best mark, or with the worst; the first sample if none has a mark,
     and None if there are no samples."""
-    marked = [(mark, s) for s in samples if (mark := s.grade("mark")) is not None]
+    marked = [sample for sample in samples if sample.grade("mark") is not None]
     choose = max if best else min
-    chosen = choose(marked, key=lambda pair: float(pair[0]), default=None)
-    return next(iter(samples), None) if chosen is None else chosen[1]
+    chosen = choose(marked, key=lambda sample: float(sample.grade("mark")), default=None)
+    return next(iter(samples), None) if chosen is None else chosen

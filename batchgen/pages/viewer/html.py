@@ -1,4 +1,5 @@
-"""Helpers of the viewer's sites: pages from templates, style sheets, errors, and query values."""
+"""Helpers for the pages of `batchgen view`: templates, style sheets, pages for errors, and values
+of URL queries."""
 
 from __future__ import annotations
 
@@ -23,35 +24,38 @@ _KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+_MOST_DIGITS = 18
+"""Longer numbers are refused, before Python spends time on reading them."""
 _LARGEST = 2**31
-"""Above the `row_index` of all rows."""
+"""Larger than the `row_index` of any row. Larger numbers in queries are cut to this one."""
 Query = Mapping[str, str]
+"""The values in the query of a URL, by name."""
 Html = Callable[..., Response]
-"""Makes a page: `html_page` with the values that all pages of a site need."""
+"""`html_page` with those values already set that all pages need, such as the jobs."""
 
 
 class NotThere(Exception):
-    """Raised where there is no such page, or nothing to show in it; the message says why."""
+    """The page that a request asks for does not exist; the message says why. The answer is 404."""
 
 
 def static_file(name: str) -> Response | None:
-    """A style sheet, the script or the icon; None for other names."""
+    """Return a style sheet, the script or the icon; None for other names."""
     file = _FILES.get(name)
     return None if file is None else Response(file.read_bytes(), _KINDS[file.suffix])
 
 
 def html_page(template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
-    """A page of the template with this name."""
+    """Render the template `<template>.html.jinja` with these values."""
     page = templates("batchgen.pages.viewer").get_template(f"{template}.html.jinja").render(values)
     return Response(page.encode("utf-8", "replace"), status=status)
 
 
 def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -> Response:
-    """What a page answers, or why it cannot.
+    """Answer a request with a page, or with a message and a status code if that fails.
 
     Args:
-        make: the page; None if there is none of that name.
-        html: makes the page of a message.
+        make: makes the page from the query; None if there is no page of that name.
+        html: makes the page that shows a message.
     """
 
     def message(text: str, status: HTTPStatus) -> Response:
@@ -76,20 +80,20 @@ def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -
 
 
 def whole_number(query: Query, key: str, default: int | None = None) -> int:
-    """A whole number in a query.
+    """Return the value `key` of a query as a number from 0 to _LARGEST.
 
     Raises:
-        ConfigError: it is none, or it is missing and there is no default.
+        ConfigError: it is not a whole number, or it is missing and there is no default.
     """
     value = query.get(key)
     if value is None and default is not None:
         return default
-    if value is None or not (value.isascii() and value.isdecimal()) or len(value) > 18:
+    if value is None or not (value.isascii() and value.isdecimal()) or len(value) > _MOST_DIGITS:
         raise ConfigError(f"{key} must be a whole number")
     return min(int(value), _LARGEST)
 
 
 def redirect(page: str, query: Mapping[str, Any] | None = None) -> Response:
-    """Go to another page."""
+    """Return a redirect (303) to another page."""
     target = f"{page}?{urlencode(query)}" if query else page
     return Response(b"", status=HTTPStatus.SEE_OTHER, location=target)

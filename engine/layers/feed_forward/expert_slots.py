@@ -29,7 +29,7 @@ class ExpertForm:
     # Whether, in tensors of all experts, the rows of gate and up alternate and the last two axes
     # are transposed: [E, H, 2·I] and [E, I, H].
     interleaved: bool = False
-    turned: bool = False  # whether only the last two axes are transposed
+    transposed: bool = False  # whether only the last two axes are transposed
 
     @property
     def first(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def expert_slots(
     whole = f"{path}.{projections.name}"
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     at_load = form is not None and form.at_load
-    if variant.interleaved or variant.turned:
+    if variant.interleaved or variant.transposed:
         combine = partial(_turned, parts=len(parts) if variant.interleaved else 1)
     elif all_scales is None or at_load:
         combine = partial(_upright, columns=projections.columns)

@@ -139,7 +139,7 @@ class Experts(nn.Module):
                 self.down_proj, self.down_scales = _empty_mxfp4(self.down_proj)
                 self._layouts = MXFP4, MXFP4
             return
-        if not form.at_load and (variant.interleaved or variant.turned):
+        if not form.at_load and (variant.interleaved or variant.transposed):
             raise ValueError(
                 f"{path} is in FP8 in the checkpoint, with axes or rows in another order than "
                 "the blocks that share scales: use the checkpoint in bfloat16 with "

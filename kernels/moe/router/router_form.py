@@ -19,7 +19,9 @@ class RouterForm:
     """
 
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
-    choose_first: bool = False  # scores are the logits, and weights a softmax over the chosen ones
+    softmax_after_top_k: bool = (
+        False  # scores are the logits, and weights a softmax over the chosen ones
+    )
     groups: int = 1  # the number of groups; 1: no groups
     kept_groups: int = 1
     group_best: int = 1  # 1 or 2
@@ -27,7 +29,7 @@ class RouterForm:
     least_sum: float = 0.0  # added to the sum by which weights are divided (`renormalise`)
 
     def __post_init__(self) -> None:
-        assert not (self.sigmoid and self.choose_first), "only one kind of score"
+        assert not (self.sigmoid and self.softmax_after_top_k), "only one kind of score"
 
     def check(self, num_experts: int, experts_per_token: int) -> None:
         """Raise ValueError if the groups do not fit the experts of a model."""

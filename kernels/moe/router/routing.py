@@ -45,11 +45,13 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute `route` in PyTorch."""
     logits = logits.float()
-    if form.choose_first:
+    if form.softmax_after_top_k:
         scores = logits
     else:
         scores = sigmoid(logits) if form.sigmoid else logits.softmax(-1)
-    if form.sigmoid or form.choose_first:  # otherwise an infinite logit could give finite weights
+    if (
+        form.sigmoid or form.softmax_after_top_k
+    ):  # otherwise an infinite logit could give finite weights
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))
     choice = scores if bias is None else scores + bias
     if form.kept_groups < form.groups:
@@ -61,7 +63,7 @@ def route_reference(
         choice = in_groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
     ids = _largest(choice, k)
     weights = scores.gather(1, ids)
-    if form.choose_first:
+    if form.softmax_after_top_k:
         weights = weights.softmax(-1)
     if renormalise:
         total = weights.sum(-1, keepdim=True)

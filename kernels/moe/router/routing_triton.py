@@ -35,7 +35,7 @@ def route_triton(
     _route[(triton.cdiv(tokens, rows),)](
         logits, logits if bias is None else bias, scales, ids, weights, logits.stride(0), tokens,
         experts, form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
-        CHOOSE_FIRST=form.choose_first, BIASED=bias is not None,
+        SOFTMAX_AFTER_TOP_K=form.softmax_after_top_k, BIASED=bias is not None,
         GROUPS=form.groups if form.kept_groups < form.groups else 1, KEPT=form.kept_groups,
         PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block, BLOCK_K=triton.next_power_of_2(k),
         num_warps=4 if rows > 1 else 1,
@@ -47,7 +47,8 @@ def route_triton(
 def _route(
     logits_ptr, bias_ptr, scales_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale,
     least_sum,
-    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr,
+    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+    SOFTMAX_AFTER_TOP_K: tl.constexpr,
     BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -63,8 +64,8 @@ def _route(
     source = logits_ptr + token[:, None] * stride + expert
     inside = (token < tokens)[:, None]
     logit = tl.load(source, mask=inside & exists, other=-float("inf")).to(tl.float32)
-    if SIGMOID or CHOOSE_FIRST:
-        score = logit if CHOOSE_FIRST else 1.0 / (1.0 + tl.exp(-logit))
+    if SIGMOID or SOFTMAX_AFTER_TOP_K:
+        score = logit if SOFTMAX_AFTER_TOP_K else 1.0 / (1.0 + tl.exp(-logit))
         whole = (tl.abs(logit) < float("inf")) | (exists == 0)
         finite = tl.min(whole.to(tl.int32), axis=1) > 0
     else:
@@ -93,7 +94,7 @@ def _route(
             weight = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)
         ids = tl.where(slot == choice, chosen[:, None], ids)
         weights = tl.where(slot == choice, weight[:, None], weights)
-    if CHOOSE_FIRST:
+    if SOFTMAX_AFTER_TOP_K:
         top = tl.max(tl.where(slot < K, weights, -float("inf")), axis=1)
         weights = tl.where(slot < K, tl.exp(weights - top[:, None]), 0.0)
         weights = weights / tl.sum(weights, axis=1)[:, None]

@@ -85,7 +85,7 @@ def test_adapters_of_all_experts_at_once_are_refused(tiny_model: TinyModel, tmp_
     [
         ("num_experts_per_tok is 2, and only 1 is supported", {"num_experts_per_tok": 2}),
         ("no_rope_layers is", {"no_rope_layers": [1, 2, 0]}),
-        ("attn_scale is -1", {"attn_scale": -1.0}),
+        ("attn_scale is -1.0, and must be a number from 0 to 1e6", {"attn_scale": -1.0}),
         ("floor_scale is 0", {"floor_scale": 0}),
         ("attention_chunk_size is 0", {"attention_chunk_size": 0}),
         ("layer_types has 'sliding_attention'", {"layer_types": ["sliding_attention"] * 3}),

@@ -156,7 +156,14 @@ def test_two_ranks_say_so_of_other_paradigms_and_layers(tiny_model: TinyModel) -
             # The ranks share norms over all heads, and these norms stand behind a layer's parts.
             Case(tiny_model("olmo3"), rows(5)),
             Case(vision_folder("qwen3_vl"), pictured(), config=_CUT_IMAGES, vision=True),
-            Case(vision_folder("gemma4_small"), pictured(), config=_CUT_IMAGES, vision=True),
+            # How float32 is rounded depends on the make of the CPU: by 4e-5 on one.
+            Case(
+                vision_folder("gemma4_small"),
+                pictured(),
+                config=_CUT_IMAGES,
+                vision=True,
+                tolerance=1e-4,
+            ),
             Case(vision_folder("gemma4"), pictured(), config={"image_tokens": 21}, vision=True),
             Case(
                 vision_folder("gemma3"),

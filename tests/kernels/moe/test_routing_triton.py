@@ -90,8 +90,8 @@ FORMS = {
     "v3": RouterForm(
         sigmoid=True, groups=4, kept_groups=2, group_best=2, scale=2.5, least_sum=1e-20
     ),
-    "gpt-oss": RouterForm(choose_first=True, scale=1.5),
-    "logits in groups": RouterForm(choose_first=True, groups=4, kept_groups=2, group_best=2),
+    "gpt-oss": RouterForm(softmax_after_top_k=True, scale=1.5),
+    "logits in groups": RouterForm(softmax_after_top_k=True, groups=4, kept_groups=2, group_best=2),
     "v3 without groups": RouterForm(sigmoid=True, group_best=2, least_sum=1e-20),
 }
 
@@ -135,7 +135,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 def test_logits_choose_where_a_softmax_over_all_cannot_tell() -> None:
     """Its scores of all but the first expert are 0 in float32; a softmax over two has none."""
     logits = torch.tensor([[-400.0, 300.0, -300.0, 299.0]], device=DEVICE)
-    form = RouterForm(choose_first=True)
+    form = RouterForm(softmax_after_top_k=True)
     for run, where in ((route_triton, DEVICE), (route_reference, "cpu")):
         ids, weights = run(logits.to(where), 2, renormalise=False, form=form)
         assert ids.tolist() == [[1, 3]]
