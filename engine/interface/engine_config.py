@@ -82,9 +82,6 @@ class ResolvedConfig:
     # The number of snapshots of states for prefix reuse, in models with recurrent layers; None
     # derives it from the free memory.
     state_checkpoints: int | None
-    # The expected range of prompt and output tokens per row, for models with sliding windows; None:
-    # unknown.
-    row_tokens: tuple[int, int] | None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float
     cuda_graph: bool  # replay forwards as CUDA graphs
@@ -128,10 +125,6 @@ class EngineConfig:
     # The number of snapshots of states for prefix reuse, in models with recurrent layers; None
     # takes up to a tenth of the caches' memory. Other models have no snapshots.
     state_checkpoints: int | None = None
-    # The expected range of prompt and output tokens per row. It determines how layers with sliding
-    # windows and other layers share the memory; models without windows ignore it. None: unknown. A
-    # row that is longer than the cache is refused.
-    row_tokens: tuple[int, int] | None = None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float = 0.9
     cuda_graph: bool | None = None  # replay forwards as CUDA graphs; None means on a GPU only
@@ -185,11 +178,6 @@ class EngineConfig:
                 self.state_checkpoints is None or self.state_checkpoints >= 0,
                 "at least 0",
             ),
-            (
-                "row_tokens",
-                self.row_tokens is None or 1 <= self.row_tokens[0] <= self.row_tokens[1],
-                "two numbers of tokens from 1, the smaller one first",
-            ),
             ("lora_slots", self.lora_slots is None or self.lora_slots >= 1, "at least 1"),
             ("tensor_parallel", 1 <= self.tensor_parallel <= 64, "1 to 64"),
             (
@@ -234,7 +222,6 @@ class EngineConfig:
             prefix_caching=self.prefix_caching,
             kv_cache_gib=self.kv_cache_gib,
             state_checkpoints=self.state_checkpoints,
-            row_tokens=self.row_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,

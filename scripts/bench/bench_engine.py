@@ -38,7 +38,6 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "max_model_len": int,
     "gpu_memory_utilization": float,
     "kv_cache_gib": float,
-    "row_tokens": lambda text: tuple(map(int, text.split(","))),
 }
 
 

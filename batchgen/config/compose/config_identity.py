@@ -35,7 +35,7 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "engine": {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
         *("image_tokens", "block_size", "prefix_caching", "kv_cache_gib", "state_checkpoints"),
-        *("row_tokens", "gpu_memory_utilization", "cuda_graph", "overlap"),
+        *("gpu_memory_utilization", "cuda_graph", "overlap"),
         "lora_slots",
         "deterministic",  # the contract of a job with it is a fingerprint
     },

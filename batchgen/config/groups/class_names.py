@@ -83,6 +83,8 @@ _SHORT |= {OWN + path: name for name, path in _FIRST_PATHS.items()}
 SHORT_NAMES = tuple(_PATHS)
 GONE = "slurm"
 """A launcher of version 0.1.0."""
+_GONE_KEYS: Mapping[str, frozenset[str]] = {"engine": frozenset(["row_tokens"])}
+"""Keys of version 0.1.0 that no longer exist and decide no answers, by group."""
 _WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
 """Steps that had no short names in identities of version 0.1.0."""
 
@@ -139,7 +141,8 @@ def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain groups of a configuration of any version, or of an identity, with short names.
+    """The plain groups of a configuration of any version, or of an identity, with short names and
+    without keys that no longer exist.
 
     Values that are neither a class nor a step stay as they are: files of strangers may hold
     anything.
@@ -150,6 +153,9 @@ def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
             name = class_short_name(group["_target_"])
             # The launcher of a folder of version 0.1.0 may no longer exist, and is not needed.
             renamed[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
+    for key, gone in _GONE_KEYS.items():
+        if isinstance(values := renamed.get(key), Mapping):
+            renamed[key] = {name: value for name, value in values.items() if name not in gone}
     for key in ("rows", "post"):
         if isinstance(steps := renamed.get(key), list):
             renamed[key] = [short_step(step) if _names_class(step) else step for step in steps]

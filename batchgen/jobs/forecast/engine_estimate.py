@@ -128,5 +128,5 @@ def estimate_engine(
         memory=gpu_bytes or 0,
         width=max(uses[TARGET].widths),
     )
-    settings = opened.engine_config(config).resolve(torch.device(on), sizes, opened.max_model_len)
+    settings = config.engine.resolve(torch.device(on), sizes, opened.max_model_len)
     return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]), opened.model.file_bytes)

@@ -52,7 +52,6 @@ from batchgen.jobs.resolve.job_model import (
     open_job_model,
 )
 from batchgen.jobs.resolve.job_pooling import with_pooling
-from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.jobs.resolve.opened_job import OpenedJob
 from batchgen.jobs.resolve.replayed_job import check_replay
 from batchgen.pages.tokens.decode_tokens import decode_with
@@ -124,7 +123,6 @@ def open_job(
         model_sampling=model_sampling(model.path),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
-        row_tokens=_row_tokens(config, model, source, prompt, answer),
     )
     with mistakes_in("engine"):
         job.recipe(config).check()
@@ -138,16 +136,6 @@ def _check_scored(
     counts = [count.name for count in strategy.counts]
     of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
     check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
-
-
-def _row_tokens(
-    config: JobConfig, model: OpenedModel, source: Source, prompt: Prompt, answer: Answer | None
-) -> tuple[int, int] | None:
-    """The fewest and the most tokens that rows are likely to have; None if the model has no
-    windows, or the rows do not exist yet."""
-    if source.follows or not any(getattr(model.config.family, "layer_windows", ())):
-        return None
-    return likely_row_tokens(config, source, prompt, answer)
 
 
 def _context_columns(

@@ -13,7 +13,6 @@ from batchgen.config.groups.constraint_config import ChoiceConstraintConfig
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
@@ -55,8 +54,6 @@ class OpenedJob(ResolvedJob):
         compiler: compiles the rows' constraints; None if there are none.
         dtype: the dtype of weights and activations.
         step_fingerprints: versions of the steps of `rows`, and digests of the files that they read.
-        row_tokens: the fewest and the most tokens that rows are likely to have, for models with
-            sliding windows; None for other models, or if that cannot be known.
         kept: the weights that jobs of this process share; None loads them for this job alone.
     """
 
@@ -68,7 +65,6 @@ class OpenedJob(ResolvedJob):
     compiler: GrammarCompiler | None
     dtype: torch.dtype
     step_fingerprints: Mapping[str, str]
-    row_tokens: tuple[int, int] | None
     kept: KeptWeights | None = None
 
     def check_params(self, params: RequestParams) -> None:
@@ -170,19 +166,13 @@ class OpenedJob(ResolvedJob):
         columns = select_columns(known, names | context)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
-    def engine_config(self, config: JobConfig) -> EngineConfig:
-        """The settings of the engine, with the likely lengths of the rows."""
-        return dataclasses.replace(
-            config.engine, row_tokens=config.engine.row_tokens or self.row_tokens
-        )
-
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """The recipe from which the job's engine is built."""
         return EngineRecipe(
             self.model,
             self.others,
             self.strategy,
-            self.engine_config(config),
+            config.engine,
             config.model.dtype,
             config.engine.device,
             tuple(column.name for column in self.context_columns),

@@ -40,7 +40,7 @@ OF_ROWS = ("lora_column", "lora_grid")
 ENGINE: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 3, "max_batched_tokens": 64, "chunk_tokens": 64,
     "image_tokens": 64, "max_model_len": 300, "block_size": 4, "prefix_caching": False,
-    "kv_cache_gib": 0.02, "state_checkpoints": 2, "row_tokens": [10, 90], "cuda_graph": False,
+    "kv_cache_gib": 0.02, "state_checkpoints": 2, "cuda_graph": False,
     "gpu_memory_utilization": 0.5, "overlap": True, "deterministic": True, "tensor_parallel": 2,
     "lora_slots": 2,
 }  # fmt: skip

@@ -77,6 +77,12 @@ def test_both_spellings_make_one_configuration() -> None:
     assert typed == short
 
 
+def test_a_key_that_no_longer_exists_is_left_out_of_an_older_configuration() -> None:
+    engine = {"row_tokens": None, "max_num_seqs": 8}
+    assert with_short_names({"engine": engine}) == {"engine": {"max_num_seqs": 8}}
+    assert engine["row_tokens"] is None
+
+
 def test_an_identity_is_the_one_of_version_0_1_0() -> None:
     found = config_identity(configured(SHORT))
     assert found["rows"] == LONG["rows"]

@@ -144,7 +144,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         ["+engine.max_num_seq=3"],
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
         "chunk_tokens, image_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
-        "state_checkpoints, row_tokens, gpu_memory_utilization, cuda_graph, overlap, "
+        "state_checkpoints, gpu_memory_utilization, cuda_graph, overlap, "
         "deterministic, tensor_parallel, lora_slots, device",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),

@@ -16,11 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.__main__ import run_command
-from batchgen.config.compose.compose_config import compose
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.model_registry import MODELS, model_class
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.jobs.resolve.open_job import open_job
 from tests.support.engine.families import ARCHITECTURES, CANVAS, DELTA, DIFFUSION, VISION
 from tests.support.engine.fp8_checkpoints import write_fp8
 from tests.support.engine.gguf_files import write_gguf
@@ -100,23 +98,6 @@ def below_a_vision_tower(folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_a_model_with_windows_hears_how_long_the_rows_are(
-    tiny_model: TinyModel, rows: Path, tmp_path: Path
-) -> None:
-    known = {}
-    for kind in ("gemma3_text", "llama"):
-        save_tokenizer(folder := tiny_model(kind, **VOCAB))
-        config = compose({}, overrides(folder, rows, tmp_path / "out", *SHORT))
-        job = open_job(config)
-        known[kind] = job.row_tokens
-        assert job.recipe(config).config.row_tokens == job.row_tokens
-        lengths = [len(job.prompt.token_ids(row)) for row in job.source.rows()]
-    assert known["llama"] is None
-    assert known["gemma3_text"] == (sum(lengths) // len(lengths) + 1, 4 * max(lengths) + 6)
-    given = compose({}, overrides(folder, rows, tmp_path / "out", "engine.row_tokens=[5,9]"))
-    assert job.recipe(given).config.row_tokens == (5, 9)
 
 
 @pytest.mark.quick(0, thorough=3)
