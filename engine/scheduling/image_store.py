@@ -7,7 +7,7 @@ calls `encode` between two steps and passes `features` to the forward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,8 +44,8 @@ class ImageStore:
     """Keeps each image from the step that encodes it to the last step that reads it.
 
     An image is encoded as a whole, between two steps, before the prefill chunk that contains its
-    first token. It is dropped when every row that uses it has read past it or has left; rows with
-    the same image share it until then.
+    first token; with it are encoded images of rows that wait. It is dropped when every row that
+    uses it has read past it or has left; rows with the same image share it until then.
 
     With several ranks, rank 0 decodes the image files and sends the pixels to the others. Each rank
     has the whole vision tower and encodes some of a step's images.
@@ -122,6 +122,30 @@ class ImageStore:
                 self._left -= span.num_tokens
             self._entries[digest].readers.add(seq.request_id)
         return end
+
+    def look_ahead(self, rows: Iterable[Row]) -> None:
+        """Schedule the images of rows that wait, in their order, for the next step too, if it
+        encodes images anyway. The launches of a step take the host as long for one image as for
+        many.
+
+        All images kept then have at most as many tokens as a step may encode.
+        """
+        if all(entry.pixels is None for entry in self._entries.values()):
+            return
+        room = self._most - sum(entry.num_tokens for entry in self._entries.values())
+        for seq in rows:
+            for span in seq.spans:
+                digest = span.image.digest
+                if digest not in self._entries:
+                    if span.num_tokens > room:
+                        return
+                    try:
+                        pixels = self._load(span.image)
+                    except RequestError:  # raised again when the row starts
+                        break
+                    self._entries[digest] = _Entry(span.num_tokens, pixels)
+                    room -= span.num_tokens
+                self._entries[digest].readers.add(seq.request_id)
 
     def _load(self, image: Image) -> Pixels:
         """Return an image's pixels, which rank 0 decodes for all ranks. Raises RequestError if it

@@ -41,6 +41,9 @@ from batchgen.engine.scheduling.prefill_policy import (
     longest_first,
 )
 
+_ROWS_AHEAD = 64
+"""The most waiting rows among which a step looks for images to encode with its own."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
@@ -231,6 +234,8 @@ class Scheduler:
                     break
                 chunk = fitting
             plan.add(seq, chunk)
+        if self._images is not None:
+            self._images.look_ahead(islice(self._waiting, _ROWS_AHEAD))
         return plan.batch()
 
     def _end_with(self, seq: Sequence, error: RequestError) -> None:

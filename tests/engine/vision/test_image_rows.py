@@ -240,6 +240,67 @@ def test_a_shared_prefix_is_looked_up_before_images_are_encoded() -> None:
     assert engine.stats.image_seconds > 0
 
 
+def small_rows(count: int) -> list[Row]:
+    """Rows with an image of 6 tokens each, no two alike."""
+    images = [picture(100 + i, 2, 3) for i in range(count)]
+    return [Row(prompt([1, i + 2], image, [5]), [image]) for i, image in enumerate(images)]
+
+
+def groups_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of images in each call of the model's tower from now on."""
+    groups: list[int] = []
+    tower = model_of(kind).visual
+    assert tower is not None
+    forward = tower.forward
+
+    def counted(images: Sequence[torch.Tensor]) -> torch.Tensor:
+        groups.append(len(images))
+        return forward(images)
+
+    monkeypatch.setattr(tower, "forward", counted)
+    return groups
+
+
+def test_images_of_waiting_rows_are_encoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit, so that two rows at a time need few calls of the tower; each keeps its
+    bits."""
+    rows = small_rows(8)
+    expected = [run(engine_of("qwen3_vl"), [row])[0] for row in rows]
+    engine = engine_of("qwen3_vl", max_num_seqs=2)
+    groups = groups_of("qwen3_vl", monkeypatch)
+    found = run(engine, rows)
+    assert groups == [3, 2, 2, 1]  # an image that waits takes the place of another
+    assert engine.stats.images == 8 and engine.stats.image_tokens == 48
+    for output, other in zip(found, expected, strict=True):
+        assert output.token_ids == other.token_ids
+        np.testing.assert_array_equal(output.columns["logprobs"], other.columns["logprobs"])
+
+
+def test_a_waiting_row_that_leaves_takes_its_images_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("qwen3_vl", max_num_seqs=1)
+    groups = groups_of("qwen3_vl", monkeypatch)
+    for i, row in enumerate(small_rows(3)):
+        engine.add_request(i, row.ids, row.params, images=row.images)
+    engine.step()
+    assert groups == [3] and engine.images is not None and len(engine.images) == 2
+    engine.abort(1)
+    assert len(engine.images) == 1
+    while engine.has_unfinished():
+        engine.step()
+    assert groups == [3] and len(engine.images) == 0
+
+
+def test_an_image_ahead_that_cannot_be_decoded_waits_for_its_row() -> None:
+    def broken() -> Any:
+        raise RequestError("image_unreadable", "the file is cut off")
+
+    rows = small_rows(4)
+    (image,) = rows[1].images
+    rows[1] = rows[1]._replace(images=[Image(broken, image.height, image.width, bytes(32))])
+    found = run(engine_of("qwen3_vl", max_num_seqs=1), rows)
+    assert [output.finish_reason for output in found] == ["length", "error", "length", "length"]
+
+
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
