@@ -40,8 +40,9 @@ class CostShares:
 
     A row pays for everything that was computed for it: also for rejected drafts, for tokens
     computed again after a preemption, and for the step that was launched before the host knew that
-    the row had ended. So the costs of all requests add up to the seconds of all steps. Pauses of
-    the device between steps, and loading weights, are charged to nobody.
+    the row had ended. A step that encodes images has their seconds, also those of waiting rows'
+    images. So the costs of all requests add up to the seconds of all steps. Pauses of the device
+    between steps, and loading weights, are charged to nobody.
 
     Nothing here waits for the device: `share` is called only for steps whose results were read.
     """

@@ -157,6 +157,7 @@ class Undone(TorchFunctionMode):
     ) -> Any:
         handler = self._own.get(func)
         options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
+        options.pop("pin_memory", None)
         if handler is not None:
             return handler(*args, **options)
         return func(*map(self._undone, args), **options)
