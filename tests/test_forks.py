@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.forks import with_room
 
 MODULES = {
     "one": (
@@ -54,3 +57,23 @@ def test_a_test_that_ends_its_process_is_named(tmp_path: Path) -> None:
 def test_the_first_failure_ends_the_run_on_request(tmp_path: Path) -> None:
     code, said = run(tmp_path, "-x", "test_one.py")
     assert code != 0 and "1 failed" in said
+
+
+def page_faults(depth: int) -> int:
+    """Those of a loop of 1,000 calls, itself in as many calls as the depth."""
+    if depth:
+        return page_faults(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(1000):
+        _nothing()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_calls_get_no_memory_anew_at_any_depth() -> None:
+    faults: list[int] = []
+    with_room(lambda: faults.extend(map(page_faults, range(200))))
+    assert max(faults) < 500

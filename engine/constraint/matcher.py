@@ -234,7 +234,7 @@ class Matcher:
             spells = token_id in vocabulary.plain or token_id in self._ends
             if self.terminated or not spells or not self._state.accept_token(token_id):
                 return False
-            self._tentative.append(_Step(token_id, None, True))
+            self._tentative.append(_Step(token_id, searched=None, moved=True))
             return True
         if token_id in self._stops or not vocabulary.spells(token_id):
             return False
@@ -243,7 +243,7 @@ class Matcher:
         if rest and not self._state.accept_string(rest):
             return False
         self._searched = state
-        self._tentative.append(_Step(token_id, searched, bool(rest)))
+        self._tentative.append(_Step(token_id, searched, moved=bool(rest)))
         return True
 
     def _forced_bytes(self) -> bytes:

@@ -14,7 +14,7 @@ from batchgen.engine.layers.embedding import Embedding
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
-from batchgen.kernels.attention.attention import cpu_row_multiple
+from batchgen.kernels.attention.attention_reference import cpu_row_multiple
 from batchgen.kernels.rules import BitRules
 
 

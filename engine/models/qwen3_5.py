@@ -36,7 +36,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 def has_output_gate(hf: PretrainedConfig) -> bool:
     """Return whether attention has an output gate; transformers does not know this key."""
-    return extra_value(hf, "attn_output_gate", bool, True)
+    return extra_value(hf, "attn_output_gate", bool, default=True)
 
 
 def num_mtp_layers(hf: PretrainedConfig) -> int:

@@ -47,7 +47,17 @@ def _in_one_launch(
     longest, starts = max(segments.lengths), segments.starts
     # What torch.nn.attention.varlen calls, which takes seconds to import. No dropout, no mask.
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=scale
+        q,
+        k,
+        v,
+        cum_seq_q=starts,
+        cum_seq_k=starts,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
+        scale=scale,
     )
     return results[0]
 

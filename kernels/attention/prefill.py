@@ -292,16 +292,15 @@ def _prefill_kernel(
         for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
                 acc, top, total, q, key, value, scales, table, block, start, last_seen, window_ends,
-                limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED,
-                CAP, GATHERED, INTERPRETED,
+                limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MASKED=True,
+                WINDOW=WINDOW, CHUNKED=CHUNKED, CAP=CAP, GATHERED=GATHERED, INTERPRETED=INTERPRETED,
             )  # fmt: skip
         begin = whole
     for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
-            acc, top, total, q, key, value, scales, table, block, start, None, None, limit,
-            scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CHUNKED, CAP, GATHERED,
-                INTERPRETED,
+            acc, top, total, q, key, value, scales, table, block, start, None, None,
+            limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MASKED=False,
+            WINDOW=WINDOW, CHUNKED=CHUNKED, CAP=CAP, GATHERED=GATHERED, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     # This is loaded only here because the loop above has no registers to spare.
     last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
@@ -315,9 +314,8 @@ def _prefill_kernel(
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, scales, table, block, start, last_seen, window_ends,
-            limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
-            GATHERED,
-                INTERPRETED,
+            limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MASKED=True,
+            WINDOW=WINDOW, CHUNKED=CHUNKED, CAP=CAP, GATHERED=GATHERED, INTERPRETED=INTERPRETED,
         )  # fmt: skip
 
     out_offset = (first + token) * (NUM_HEADS * HEAD_DIM) + head

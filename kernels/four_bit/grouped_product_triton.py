@@ -162,10 +162,10 @@ def _gate_up_tile(
 
     gate = times_factors(gate, scales, panels, rows, CODE)
     up = times_factors(up, scales + inner, panels, rows, CODE)
-    gate = with_bias(gate, bias_ptr, expert, rows, row, True)
-    up = with_bias(up, bias_ptr, expert, rows, inner + row, True)
-    gate = with_added(gate, added_ptr, slot, rows, row, True)
-    up = with_added(up, added_ptr, slot, rows, inner + row, True)
+    gate = with_bias(gate, bias_ptr, expert, rows, row, SWAP=True)
+    up = with_bias(up, bias_ptr, expert, rows, inner + row, SWAP=True)
+    gate = with_added(gate, added_ptr, slot, rows, row, SWAP=True)
+    up = with_added(up, added_ptr, slot, rows, inner + row, SWAP=True)
     result = tl.trans(gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty))
     target = out_ptr + index.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(target, result, mask=is_slot[:, None] & (column < inner)[None, :])
@@ -224,5 +224,5 @@ def _down_tile(
     )  # fmt: skip
 
     acc = times_factors(acc, scales, panels, hidden, CODE)
-    acc = with_bias(acc, bias_ptr, expert, hidden, row, True)
-    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, True)
+    acc = with_bias(acc, bias_ptr, expert, hidden, row, SWAP=True)
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, SWAP=True)

@@ -33,20 +33,44 @@ MOST_SLOTS = 512
 layer is dequantised in each forward and multiplied in 16 bits."""
 
 TABLE = (
-    (2.0, FourBitTiles(16, FourBitProductTiles(64, 4, 4), FourBitProductTiles(64, 4, 4))),
-    (11.3, FourBitTiles(16, FourBitProductTiles(64, 4, 4), FourBitProductTiles(128, 4, 4))),
+    (
+        2.0,
+        FourBitTiles(
+            block_m=16,
+            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
+            down=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
+        ),
+    ),
+    (
+        11.3,
+        FourBitTiles(
+            block_m=16,
+            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
+            down=FourBitProductTiles(block_n=128, num_warps=4, num_stages=4),
+        ),
+    ),
     (
         26.0,
-        FourBitTiles(32, FourBitProductTiles(128, 4, 3, True), FourBitProductTiles(64, 4, 3, True)),
+        FourBitTiles(
+            block_m=32,
+            gate_up=FourBitProductTiles(block_n=128, num_warps=4, num_stages=3, halve=True),
+            down=FourBitProductTiles(block_n=64, num_warps=4, num_stages=3, halve=True),
+        ),
     ),
     (
         56.0,
-        FourBitTiles(64, FourBitProductTiles(64, 4, 3, True), FourBitProductTiles(128, 8, 3, True)),
+        FourBitTiles(
+            block_m=64,
+            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=3, halve=True),
+            down=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
+        ),
     ),
     (
         math.inf,
         FourBitTiles(
-            128, FourBitProductTiles(128, 8, 3, True), FourBitProductTiles(128, 8, 3, True)
+            block_m=128,
+            gate_up=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
+            down=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
         ),
     ),
 )

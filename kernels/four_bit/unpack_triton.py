@@ -247,7 +247,7 @@ def _scaled_codes(bits, powers, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
     else:
         # -0 is added, which changes nothing: GPUs before Hopper only have a fused multiply-add for
         # pairs.
-        both = _fma(bits, powers, tl.full(bits.shape, _SIGNS, tl.int32), True)
+        both = _fma(bits, powers, tl.full(bits.shape, _SIGNS, tl.int32), IS_BF16=True)
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high).reshape([ROWS, 64])

@@ -161,14 +161,16 @@ def _gate_up_tile(
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
         tile = load_weights(
-            weight, expert, gate_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
-        )
+            weight, expert, gate_row, row, step, hidden, PANELS, EVEN_K=False,
+            ROWS=BLOCK_N, COLUMNS=BLOCK_K,
+        )  # fmt: skip
         product = block_product(x, tile, SWAP, INTERPRETED)
         # Before the second product, which then finds the registers of this one free.
         gate += scaled(product, x_scales, gate_scales, SWAP, SHARED)
         tile = load_weights(
-            weight, expert, up_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
-        )
+            weight, expert, up_row, row, step, hidden, PANELS, EVEN_K=False,
+            ROWS=BLOCK_N, COLUMNS=BLOCK_K,
+        )  # fmt: skip
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
@@ -250,8 +252,9 @@ def _down_tile(
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
         tile = load_weights(
-            weight, expert, first_row, row, step, inner, PANELS, False, BLOCK_N, BLOCK_K
-        )
+            weight, expert, first_row, row, step, inner, PANELS, EVEN_K=False,
+            ROWS=BLOCK_N, COLUMNS=BLOCK_K,
+        )  # fmt: skip
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)

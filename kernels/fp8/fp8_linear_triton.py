@@ -170,11 +170,13 @@ def _linear(
     for step in tl.range(begin, end):
         start = step * BLOCK_K
         x_tile = load_tile(
-            x, first_row if TMA else zero, own_row, start, depth, False, TMA, BLOCK_K
-        )
+            x, first_row if TMA else zero, own_row, start, depth,
+            EVEN_K=False, TMA=TMA, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
         w_tile = load_tile(
-            weight, first_column if TMA else zero, own_column, start, depth, False, TMA, BLOCK_K
-        )
+            weight, first_column if TMA else zero, own_column, start, depth,
+            EVEN_K=False, TMA=TMA, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
         product = block_product(x_tile, w_tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, end - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * scales_stride + own_row)

@@ -84,14 +84,43 @@ class ExpertTiles(NamedTuple):
     down_columns: int = 1
 
 
-# The values in order: block_m; warps, stages, swap of gate_up; n, warps, stages, swap of down.
 EXPERTS = (
-    (2, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
-    (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 5, True, down_columns=4)),
-    (45, ExpertTiles(32, 4, 3, True, 128, 4, 5, True, down_columns=4)),
-    (90, ExpertTiles(64, 8, 4, False, 128, 4, 4, False, down_columns=4)),
-    (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False, down_columns=4)),
-)
+    (
+        2,
+        ExpertTiles(
+            block_m=16, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=4, down_swap=True,
+        ),
+    ),
+    (
+        11.3,
+        ExpertTiles(
+            block_m=16, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=5, down_swap=True, down_columns=4,
+        ),
+    ),
+    (
+        45,
+        ExpertTiles(
+            block_m=32, gate_up_warps=4, gate_up_stages=3, gate_up_swap=True,
+            down_n=128, down_warps=4, down_stages=5, down_swap=True, down_columns=4,
+        ),
+    ),
+    (
+        90,
+        ExpertTiles(
+            block_m=64, gate_up_warps=8, gate_up_stages=4, gate_up_swap=False,
+            down_n=128, down_warps=4, down_stages=4, down_swap=False, down_columns=4,
+        ),
+    ),
+    (
+        math.inf,
+        ExpertTiles(
+            block_m=64, gate_up_warps=8, gate_up_stages=3, gate_up_swap=False,
+            down_n=128, down_warps=4, down_stages=4, down_swap=False, down_columns=4,
+        ),
+    ),
+)  # fmt: skip
 """For Hopper: (the largest mean number of slots per expert, tiles). Measured with
 `bench_kernels.py fp8 --tune` of commit 48f452c on an H200, 128 experts of 2048 × 768 with 16 to 512
 slots each."""

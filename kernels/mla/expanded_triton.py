@@ -199,13 +199,13 @@ def _expanded_attention(
         acc, top, total = _attend_tile(
             acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
             scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
-            BLOCK_N, False, PRECISION, INTERPRETED,
+            BLOCK_N, MASKED=False, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     for start in range(common, limit, BLOCK_N):
         acc, top, total = _attend_tile(
             acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
             scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
-            BLOCK_N, True, PRECISION, INTERPRETED,
+            BLOCK_N, MASKED=True, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     target = ((first + m) * HEADS + head) * SIZE
     result = (acc / total[:, None]).to(out.dtype.element_ty)

@@ -71,7 +71,7 @@ def _down_tiles(
             acc = tl.dot(values, tl.trans(weights), acc, input_precision="ieee")
         slot_index = first + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        acc = with_bias(acc, bias_ptr, expert, hidden, column % hidden, False)
+        acc = with_bias(acc, bias_ptr, expert, hidden, column % hidden, SWAP=False)
         store_slots(
-            acc, out_ptr, slots_ptr, slot_weights_ptr, slot_index, end, column, hidden, False
+            acc, out_ptr, slots_ptr, slot_weights_ptr, slot_index, end, column, hidden, SWAP=False
         )

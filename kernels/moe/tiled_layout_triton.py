@@ -53,6 +53,5 @@ def load_weights(
         tile = load_panel(weights, expert, panel, first_row, ROWS, COLUMNS)
     else:
         start = panel * COLUMNS
-        # False: by addresses, not through TMA.
-        tile = load_tile(weights, first_row, row, start, depth, EVEN_K, False, COLUMNS)
+        tile = load_tile(weights, first_row, row, start, depth, EVEN_K, TMA=False, BLOCK_K=COLUMNS)
     return tile

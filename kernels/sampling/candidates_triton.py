@@ -86,7 +86,7 @@ def row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK: tl.constexpr
     for start in range(0, groups, BLOCK):
         index = start + tl.arange(0, BLOCK)
         _, weights = _load_groups(
-            maxima_ptr, weights_ptr, index, groups, top, 1 / temperature, True
+            maxima_ptr, weights_ptr, index, groups, top, 1 / temperature, MASS=True
         )
         sums += weights
     return top, tl.sum(sums, axis=0)
@@ -105,7 +105,7 @@ def bound_of(
     """
     image = _search(
         maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
-        top, temperature, False, MASS, _COARSE, 1, BLOCK,
+        top, temperature, MEMBERS=False, MASS=MASS, BITS=_COARSE, GROUP=1, BLOCK=BLOCK,
     )  # fmt: skip
     bits = image << _COARSE
     bound = tl.where(image < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int32).to(tl.float32, bitcast=True)
@@ -165,7 +165,7 @@ def search_members(
     """
     return _search(
         ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
-        True, MASS, BITS, GROUP, BLOCK,
+        MEMBERS=True, MASS=MASS, BITS=BITS, GROUP=GROUP, BLOCK=BLOCK,
     )  # fmt: skip
 
 

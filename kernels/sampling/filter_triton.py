@@ -107,16 +107,18 @@ def _thresholds(
         bound = -float("inf")
         if limited:
             bound = bound_of(
-                maxima_ptr, weights_ptr, groups, k, total, top, temperature, False, BLOCK
-            )
+                maxima_ptr, weights_ptr, groups, k, total, top, temperature,
+                MASS=False, BLOCK=BLOCK,
+            )  # fmt: skip
             cut = processed_logit(bound, top, temperature)
         elif nucleus:
             # A guess, checked below: the groups that are not listed hold a quarter of the mass that
             # top-p may exclude. Usually the listed groups' other tokens leave enough room.
             share = 1 - (1 - top_p) * 0.25
             bound = bound_of(
-                maxima_ptr, weights_ptr, groups, share, total, top, temperature, True, BLOCK
-            )
+                maxima_ptr, weights_ptr, groups, share, total, top, temperature,
+                MASS=True, BLOCK=BLOCK,
+            )  # fmt: skip
             cut = processed_logit(bound, top, temperature)
         base = image_of(bound, BITS).to(tl.int64)
         lowest = -float("inf")
@@ -130,12 +132,13 @@ def _thresholds(
             if limited:
                 image = search_members(
                     logits_ptr, listed_ptr, members, vocab, image, k, total, top, temperature,
-                    False, BITS, GROUP, BLOCK,
+                    MASS=False, BITS=BITS, GROUP=GROUP, BLOCK=BLOCK,
                 )  # fmt: skip
             if nucleus:
                 image = search_members(
                     logits_ptr, listed_ptr, members, vocab, image, top_p,
-                    tl.where(limited, 0.0, total), top, temperature, True, BITS, GROUP, BLOCK,
+                    tl.where(limited, 0.0, total), top, temperature,
+                    MASS=True, BITS=BITS, GROUP=GROUP, BLOCK=BLOCK,
                 )  # fmt: skip
             lowest = processed_logit(value_of(image, BITS), top, temperature)
             searching = nucleus & (lowest < cut)

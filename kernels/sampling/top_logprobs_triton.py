@@ -143,7 +143,9 @@ def _collect(
     log_total = tl.log(total)
     high = processed_logit(top, top, temperature)
     wanted = tl.minimum(k, vocab).to(tl.float32)
-    bound = bound_of(maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, False, BLOCK)
+    bound = bound_of(
+        maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, MASS=False, BLOCK=BLOCK
+    )
     # Compare tokens as log-probabilities: rounding may make different logits equal.
     minimum = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
     members = list_groups(
@@ -151,7 +153,7 @@ def _collect(
     )
     image = search_members(
         ptr, listed_ptr, members, vocab, image_of(bound, BITS).to(tl.int64), wanted, total, top,
-        temperature, False, BITS, GROUP, BLOCK,
+        temperature, MASS=False, BITS=BITS, GROUP=GROUP, BLOCK=BLOCK,
     )  # fmt: skip
     last = tl.maximum(value_of(image, BITS), limit)  # the limit, if fewer than k reach it
     minimum = processed_logit(last, top, temperature) - high - log_total

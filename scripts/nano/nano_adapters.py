@@ -74,7 +74,7 @@ def doubles(split: str, seed: str) -> Iterator[tuple[str, str, int]]:
 
 def adapted(model: nn.Module, generator: torch.Generator) -> dict[str, LowRankLinear]:
     """Add a LoRA adapter to each of the modules TARGETS; return the adapters by module name."""
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
     found = {}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")

@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from warnings import WarningMessage
@@ -93,7 +93,7 @@ class _Fork:
         self._session, self._begun = session, "no test"
         self.reports, sink = multiprocessing.Pipe(duplex=False)
         self.process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(session, queue, sink, number)
+            target=with_room, args=(_work, session, queue, sink, number)
         )
         self.process.start()
         sink.close()
@@ -181,6 +181,20 @@ def _work(session: pytest.Session, queue: int, sink: Connection, number: int) ->
         sink.send(None)
     finally:
         capture.stop_global_capturing()
+
+
+def with_room(function: Callable[..., None], *arguments: Any) -> None:
+    """Call it with room for the frames of all calls that it makes.
+
+    Python keeps frames in pieces of memory of 16 KiB, or of what a frame needs, and frees a piece
+    when the calls in it end: a loop whose calls need the next piece gets and frees one in each of
+    its rounds, which can take longer than what it computes. The frame of this call says that it
+    needs 8 MiB. It gets 16 MiB, whose other half is for the calls below it.
+    """
+    function(*arguments)
+
+
+with_room.__code__ = with_room.__code__.replace(co_stacksize=1 << 20)
 
 
 def _taken(queue: int, runs: Sequence[Sequence[pytest.Item]]) -> Iterator[pytest.Item]:

@@ -80,7 +80,7 @@ def _short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanAr
     elif not pa.types.is_string(array.type):
         array = pa.nulls(len(values), pa.string())
     short = pc.match_substring_regex(array, rf"\A(?:{_SIMPLE.pattern})\z")
-    return array, short.fill_null(False)
+    return array, short.fill_null(fill_value=False)
 
 
 def short_integer_marks(

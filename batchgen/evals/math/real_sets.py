@@ -58,14 +58,19 @@ def less(left: Any, right: Any) -> bool:
 Pieces = tuple[tuple[Edge, Edge], ...]
 """Intervals from one edge to another, in ascending order, which do not touch each other."""
 
-_LEFT, _RIGHT = Edge(-INFINITY, False), Edge(INFINITY, True)
+_LEFT, _RIGHT = Edge(-INFINITY, above=False), Edge(INFINITY, above=True)
 ALL: Pieces = ((_LEFT, _RIGHT),)
 
 
-def interval(low: Any, high: Any, with_low: bool, with_high: bool) -> Pieces:
-    """The numbers between two bounds."""
-    first, last = Edge(low, not with_low), Edge(high, with_high)
+def interval(low: Any, high: Any, *, with_low: bool, with_high: bool) -> Pieces:
+    """The numbers between two bounds, with or without each bound."""
+    first, last = Edge(low, above=not with_low), Edge(high, above=with_high)
     return ((first, last),) if first < last else ()
+
+
+def single(value: Any) -> Pieces:
+    """The set of one number."""
+    return interval(value, value, with_low=True, with_high=True)
 
 
 def set_union(sets: Iterable[Pieces]) -> Pieces:
@@ -138,14 +143,14 @@ def set_of(node: Node, only_sets: bool = True) -> Pieces:
     """
     if isinstance(node, Bracketed):
         if node.opening == "{set":
-            return set_union(interval(at, at, True, True) for at in map(interval_bound, node.items))
+            return set_union(map(single, map(interval_bound, node.items)))
         if len(node.items) == 2 and node.opening in "([" and node.closing in ")]":
             low, high = map(interval_bound, node.items)
             if not less(low, high):
                 if low == high and node.opening + node.closing == "[]":
-                    return interval(low, high, True, True)
+                    return single(low)
                 raise NotRead
-            return interval(low, high, node.opening == "[", node.closing == "]")
+            return interval(low, high, with_low=node.opening == "[", with_high=node.closing == "]")
     elif isinstance(node, SetOperation):
         left, right = set_of(node.left), set_of(node.right)
         if node.name == "|":
@@ -255,9 +260,9 @@ def _half(value: Any, name: str) -> Pieces:
     """The numbers that are in the relation `name` to a value."""
     match name:
         case "<" | "<=":
-            return interval(-INFINITY, value, True, name == "<=")
+            return interval(-INFINITY, value, with_low=True, with_high=name == "<=")
         case ">" | ">=":
-            return interval(value, INFINITY, name == ">=", True)
+            return interval(value, INFINITY, with_low=name == ">=", with_high=True)
         case "!=":
-            return set_complement(interval(value, value, True, True))
-    return interval(value, value, True, True)
+            return set_complement(single(value))
+    return single(value)

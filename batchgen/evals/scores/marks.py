@@ -246,7 +246,7 @@ def _stopped(samples: pa.Table, present: Bools, at: tuple[Ints, Ints]) -> Stoppe
     if (rule := Enough.of(metadata)) is None:
         return None
     valid = np.zeros_like(present)
-    valid[at] = samples[VALID].fill_null(False).to_numpy()
+    valid[at] = samples[VALID].fill_null(fill_value=False).to_numpy()
     return StoppedRows(rule, present, valid, tuple(json.loads(metadata.get(STARTS, b"[0]"))))
 
 

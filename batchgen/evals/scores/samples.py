@@ -156,7 +156,7 @@ class Samples:
             "sample_index": rows["sample_index"],
             "mark": values,
             "key": key,
-            "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), False),
+            "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), fill_value=False),
             **{name: pc.struct_field(error, "type") for name, error in errors.items()},
             "subset": _names(rows, self.config.subset),
             "cluster": _names(rows, self.config.cluster),

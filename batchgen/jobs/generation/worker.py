@@ -177,7 +177,7 @@ class Worker:
                 workers[shard] = () if lease is None else lease.ended
         return workers
 
-    def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
+    def publish(self, shard: int, file: Path | None, *, replaces: bool) -> bool:
         """Publish a shard's file under this worker's lease; see `shards.publisher.Publish`."""
         try:
             if file is None:

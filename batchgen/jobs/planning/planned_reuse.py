@@ -54,9 +54,9 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
         number = _copied(config, opened, scan, older)
     rows = scan.num_rows or scan.looked_at
     if len(scan.sample) + scan.num_bad == rows:
-        return PlannedReuse(number, rows, True)
+        return PlannedReuse(number, rows, is_exact=True)
     share = rows * (1 - scan.bad_share) / max(len(scan.sample), 1)
-    return PlannedReuse(round(number * share), len(scan.sample), False)
+    return PlannedReuse(round(number * share), len(scan.sample), is_exact=False)
 
 
 def _copied(config: JobConfig, opened: OpenedJob, scan: Scan, older: OlderJobs) -> int:

@@ -179,9 +179,9 @@ def _so_far(flags: Bools, axis: int = 0) -> Ints:
 def marks_of(rows: pa.RecordBatch | pa.Table) -> tuple[Bools, Bools]:
     """[R], [R]: whether each sample is valid, and whether it has an error from before the
     engine."""
-    valid = pc.fill_null(rows[VALID], False).to_numpy(zero_copy_only=False)
-    failed = pc.fill_null(pc.equal(rows[OUTCOME], FAILED), False).to_numpy(zero_copy_only=False)
-    return valid, failed
+    valid = pc.fill_null(rows[VALID], fill_value=False).to_numpy(zero_copy_only=False)
+    failed = pc.fill_null(pc.equal(rows[OUTCOME], FAILED), fill_value=False)
+    return valid, failed.to_numpy(zero_copy_only=False)
 
 
 def enough_text(until: Mapping[str, Any]) -> str:

@@ -51,9 +51,9 @@ class ParsedColumn:
             type = arrow_type(parse_json(constraint.text))
         except Inexact as why:
             meaning = f"the JSON of text, as JSON text, because {why}; {null}"
-            return ParsedColumn(pa.string(), False, meaning, start_after)
+            return ParsedColumn(pa.string(), typed=False, meaning=meaning, start_after=start_after)
         meaning = f"the JSON of text, typed by the schema; {null} and the types hold every value"
-        return ParsedColumn(type, True, meaning, start_after)
+        return ParsedColumn(type, typed=True, meaning=meaning, start_after=start_after)
 
     def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
         """The value of each row.

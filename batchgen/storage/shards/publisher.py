@@ -4,9 +4,10 @@ submits them."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from batchgen.storage.shards.journal import read_file
 from batchgen.storage.shards.output_schema import OutputSchema
@@ -21,13 +22,23 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import JobError
 
-Publish = Callable[[int, Path | None, bool], bool]
-"""A function that gives a shard its name.
 
-Its arguments are the shard's number; its file under a temporary name; and whether it replaces an
-older shard. It returns whether the published shard equals the file. Without a file, the shard is
-already published, and the function only notes that nothing is left to do.
-"""
+class Publish(Protocol):
+    """A function that gives a shard its name."""
+
+    def __call__(self, shard: int, file: Path | None, *, replaces: bool) -> bool:
+        """Give the shard with this number its name.
+
+        Args:
+            shard: the shard's number.
+            file: the shard's file, under a temporary name. None if the shard is already published;
+                then the function only notes that nothing is left to do.
+            replaces: whether the file replaces an older shard.
+
+        Returns:
+            Whether the published shard equals the file.
+        """
+        ...
 
 
 class Publisher:
@@ -57,7 +68,7 @@ class Publisher:
         self._round = retry_round
         self._worker = worker
         self._storage = storage
-        self._name_file = publish or self._rename
+        self._name_file: Publish = publish or self._rename
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._publishing: list[Future[None]] = []
 
@@ -74,7 +85,7 @@ class Publisher:
 
     def note_complete(self, number: int) -> None:
         """Note that a published shard needs no change."""
-        self._name_file(number, None, False)
+        self._name_file(number, None, replaces=False)
 
     def wait(self, limit: int) -> None:
         """Wait until at most `limit` shards are being published. Raises the thread's errors."""
@@ -114,7 +125,7 @@ class Publisher:
         # Before the shard gets its name: a kill in between would otherwise make the next attempt
         # compute the errors again that were just computed again.
         self._round.finished(number)
-        same = self._name_file(number, temporary, replaces)
+        same = self._name_file(number, temporary, replaces=replaces)
         copy.unlink(missing_ok=True)
         if not same:
             self._keep(temporary, path)
@@ -126,10 +137,10 @@ class Publisher:
         for file in files:
             self._storage.delete(file)
 
-    def _rename(self, number: int, temporary: Path | None, replaces: bool) -> bool:
+    def _rename(self, shard: int, file: Path | None, *, replaces: bool) -> bool:
         """Publish without other workers, by renaming the file."""
-        if temporary is not None:
-            publish_shard(temporary, shard_path(self._data, number))
+        if file is not None:
+            publish_shard(file, shard_path(self._data, shard))
         return True
 
     def _keep(self, temporary: Path, path: Path) -> None:

@@ -72,13 +72,13 @@ def _runs(left: list[str], right: list[str]) -> Iterator[_Run]:
     is_cut = max(stop_a, stop_b) - start > MOST_WORDS
     if is_cut:
         stop_a, stop_b = (min(stop, start + MOST_WORDS) for stop in (stop_a, stop_b))
-    yield _Run(True, left[:start], right[:start])
+    yield _Run(same=True, a=left[:start], b=right[:start])
     matcher = SequenceMatcher(None, keys_a[start:stop_a], keys_b[start:stop_b])
     for kind, a0, a1, b0, b1 in matcher.get_opcodes():
         words_a, words_b = left[start + a0 : start + a1], right[start + b0 : start + b1]
-        yield _Run(kind == "equal", words_a, words_b)
+        yield _Run(same=kind == "equal", a=words_a, b=words_b)
     if not is_cut:
-        yield _Run(True, left[stop_a:], right[stop_b:])
+        yield _Run(same=True, a=left[stop_a:], b=right[stop_b:])
 
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:

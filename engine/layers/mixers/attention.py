@@ -225,8 +225,8 @@ class Attention(nn.Module):
         if self._weighs_late:
             q = (q * self._late_weight()).to(q.dtype)
         attended = paged_attention(
-            q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap,
-            looks_ahead=self._looks_ahead,
+            q, cache, attention, self.scale, window=self.shape.window, sinks=self.sinks,
+            cap=self._score_cap, looks_ahead=self._looks_ahead,
         ).flatten(1)  # fmt: skip
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)

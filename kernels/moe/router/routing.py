@@ -59,7 +59,7 @@ def route_reference(
         best = in_groups.sort(-1, descending=True).values
         of_group = best[..., 0] if form.group_best == 1 else best[..., 0] + best[..., 1]
         kept = torch.zeros_like(of_group, dtype=torch.bool)
-        kept.scatter_(1, _largest(of_group, form.kept_groups), True)
+        kept.scatter_(1, _largest(of_group, form.kept_groups), value=True)
         choice = in_groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
     ids = _largest(choice, k)
     weights = scores.gather(1, ids)

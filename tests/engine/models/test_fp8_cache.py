@@ -183,7 +183,7 @@ def test_the_kernels_give_what_the_references_give(
     params = RequestParams(temperature=0, max_new_tokens=3, logprobs=True)
     rows: list[Request] = [([5, 9, 4], params), (list(range(3, 33)), params)]
     expected = run(make_engine(load(folder)), rows)
-    monkeypatch.setattr(attention, "_attend_part_reference", attention.attend_part_triton)
+    monkeypatch.setattr(attention, "attend_part_reference", attention.attend_part_triton)
     monkeypatch.setattr(qkv, "prepare_qkv_reference", qkv.prepare_qkv_triton)
     monkeypatch.setattr(mla_attention, "latent_attention_reference", latent_by_kernels)
     monkeypatch.setattr(

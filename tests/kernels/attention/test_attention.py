@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention import attention
+from batchgen.kernels.attention import attention, attention_reference
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
+from batchgen.kernels.attention.metadata import AttentionMetadata, SoftmaxOptions, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
 from batchgen.kernels.attention.windows import ChunkWindow
 from batchgen.kernels.rules import BY_ROW
@@ -142,8 +142,8 @@ def attend(run: Run, batch: Batch) -> Tensor:
     start = 0
     for part in batch.parts:
         tokens = slice(start, start := start + len(part.positions))
-        options = (batch.window, batch.sinks, batch.cap)
-        run(batch.q[tokens], batch.cache, part, SCALE, out[tokens], *options)
+        options = SoftmaxOptions(SCALE, batch.window, batch.sinks, batch.cap)
+        run(batch.q[tokens], batch.cache, part, options, out[tokens])
     return out
 
 
@@ -152,7 +152,7 @@ def triton(batch: Batch) -> Tensor:
 
 
 def reference(batch: Batch) -> Tensor:
-    return attend(attention._attend_part_reference, batch)
+    return attend(attention_reference.attend_part_reference, batch)
 
 
 def oracle(batch: Batch) -> Tensor:
@@ -425,13 +425,13 @@ def test_a_query_has_the_same_bits_however_its_row_is_cut(
     data: st.DataObject,
 ) -> None:
     """On CPUs: as a prefill, and in pieces of whole blocks beside other rows."""
-    if attention.cpu_row_multiple(KV_HEADS, HEAD_DIM, dtype) is None:
+    if attention_reference.cpu_row_multiple(KV_HEADS, HEAD_DIM, dtype) is None:
         pytest.skip("this CPU's products do not keep a row's bits, which the job's summary says")
     block_length = 1 if window else block_length
     whole = make_part([(0, length)], block_length=block_length)
     mate = make_part([(0, 70)], first_block=after(whole), block_length=block_length)
     batch = make_batch(whole, mate, group=group, dtype=dtype, device="cpu")
-    expected = paged_attention(*batch[:3], SCALE, window)[:length]
+    expected = paged_attention(*batch[:3], SCALE, window=window)[:length]
     start = 0
     while start < length:
         blocks = data.draw(st.integers(1, max(8 // block_length, 1)))
@@ -447,7 +447,7 @@ def test_a_query_has_the_same_bits_however_its_row_is_cut(
             block_length=block_length,
         )
         q = batch.q[start : start + width].repeat(mates + 1, 1, 1)
-        out = paged_attention(q, batch.cache, [step], SCALE, window)
+        out = paged_attention(q, batch.cache, [step], SCALE, window=window)
         out = out.unflatten(0, (mates + 1, width))
         assert all(torch.equal(row, expected[start : start + width]) for row in out)
         start += width

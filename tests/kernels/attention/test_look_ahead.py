@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.attention.attention import attend_part_triton, paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata, SoftmaxOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, HEADS, KV_HEADS, DIM = 16, 4, 2, 16
@@ -69,9 +69,9 @@ def expected(window: int | None) -> Tensor:
 def run(form: str, window: int | None, starts: tuple[int, ...] = (0, 0, 0)) -> Tensor:
     q, cache, meta = batch(starts)
     if form == "reference":
-        return paged_attention(q, cache, [meta], DIM**-0.5, window, looks_ahead=True)
+        return paged_attention(q, cache, [meta], DIM**-0.5, window=window, looks_ahead=True)
     out = torch.empty_like(q)
-    attend_part_triton(q, cache, meta, DIM**-0.5, out, window)
+    attend_part_triton(q, cache, meta, SoftmaxOptions(DIM**-0.5, window), out)
     return out
 
 
@@ -94,6 +94,6 @@ def test_tokens_of_an_image_see_each_other(
 @pytest.mark.parametrize("window", [None, 9])
 def test_layers_that_do_not_look_ahead_are_causal(window: int | None) -> None:
     q, cache, meta = batch()
-    found = paged_attention(q, cache, [meta], DIM**-0.5, window)
+    found = paged_attention(q, cache, [meta], DIM**-0.5, window=window)
     causal = replace(meta, last_seen=None)
-    assert torch.equal(found, paged_attention(q, cache, [causal], DIM**-0.5, window))
+    assert torch.equal(found, paged_attention(q, cache, [causal], DIM**-0.5, window=window))

@@ -213,4 +213,4 @@ def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
 
 def _bools(column: pa.ChunkedArray) -> Bools:
     """Convert a Boolean column to NumPy; null becomes false."""
-    return np.asarray(pc.fill_null(column, False), np.bool_)
+    return np.asarray(pc.fill_null(column, fill_value=False), np.bool_)
