@@ -155,7 +155,7 @@ class ImagePlanes:
         """Copy the features of a batch; None: the batch has no image tokens."""
         self.mask.zero_()
         if images is not None:
-            self.mask.index_fill_(0, images.index, True)
+            self.mask.index_fill_(0, images.index, value=True)
             self.values.index_copy_(1, images.index, images.values)
 
     def first(self, tokens: int) -> ImagePlanes:
