@@ -3,6 +3,12 @@ ones.
 
 `LLM` (the Python API) and a job's row generator drive it: they call `add_request` and then `step`
 until `has_unfinished` is False.
+
+A *row* is the sequence of a request. An output *column* has values for a row's tokens besides the
+ids, such as log-probabilities. A column of *context scope* has a value for each token that the
+model reads; it is stored in the paged cache and copied to the host when the row ends. With tensor
+parallelism each GPU is a *rank* with an engine of its own: that of rank 0 takes the requests and
+sends every step to the others, which run the same.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A launched batch, or one part of a mixed batch, and its results on their way to the host."""
+    """A launched batch, and its results on their way to the host. Of a mixed batch, which decodes
+    some rows and prefills others, each of the two parts."""
 
     batch: PrefillBatch | DecodeBatch | StateBatch
     copy: HostCopy
@@ -372,8 +379,8 @@ class LLMEngine:
         return outputs
 
     def _read_oldest(self, launching: int = 0) -> None:
-        """Wait for the results of the oldest launched batch, and commit its tokens. `launching` is
-        the number of batches, 0 or 1, whose launch is in progress."""
+        """Wait for the results of the oldest launched batch, and add its tokens to the rows.
+        `launching` is the number of batches, 0 or 1, whose launch is in progress."""
         parts = self._launched.popleft()
         for part in parts:
             step = part.copy.wait()
@@ -385,7 +392,8 @@ class LLMEngine:
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
                 (self._leaving if seq.context_columns else self._finished).append(seq)
-        if parts and self._costs is not None:  # its results were copied, so the step is over
+        # The results were copied, so the device has ended the step, and its time can be shared.
+        if parts and self._costs is not None:
             self._costs.share(leave=len(self._launched) + launching)
 
     def _catch_up(self) -> None:

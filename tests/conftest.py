@@ -33,25 +33,9 @@ TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]
 
 
-def hasten_interpreter() -> None:
-    """Keep Triton's interpreter from patching its language again for every function that a kernel
-    calls: it looks through all of the language each time, and finds nothing to patch."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    if (scope := getattr(interpreter, "_LangPatchScope", None)) is None:
-        return  # a version of Triton that does otherwise
-    patch, core = interpreter._patch_lang, language.core
-
-    def patch_if_needed(function: Any) -> Any:
-        modules = [m for m in function.__globals__.values() if m is language or m is core]
-        unpatched = any(core.is_builtin(module.load) for module in modules)
-        return patch(function) if unpatched or not modules else scope()
-
-    interpreter._patch_lang = patch_if_needed
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.kernels.interpreter import hasten_interpreter
+
     hasten_interpreter()
 
 # Tests run beside each other: threads that wait for a busy core cost more than they bring.

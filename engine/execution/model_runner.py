@@ -1,7 +1,10 @@
 """Runs the forwards of one model over its caches: as CUDA graphs where a batch fits one, and kernel
 by kernel otherwise.
 
-`StepLauncher` and the strategies call `ModelRunner` in every step.
+`StepLauncher` and the strategies call `ModelRunner` in every step. A *row* is a sequence. Its known
+tokens are read by *prefills*, and each new token by *decode steps*. One forward may have several
+*parts*, such as a decode step of some rows and a prefill of others. Padding tokens are rows on
+*scratch*: block 0 of the caches, which belongs to no row.
 """
 
 from __future__ import annotations
@@ -179,7 +182,8 @@ class ModelRunner:
         outputs = self._output_rows(inputs, last, rows)
         if self._graphs is not None and self._graphs.takes_prefill(inputs):
             return self._graphs.prefill(inputs, last, outputs, prefill.images)
-        # The last layer computes at least one token, because kernels cannot run on none.
+        # The last layer computes at least one token, because kernels cannot run on none. `missing`
+        # padding tokens make that number a multiple, or 1 if there are no rows.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
         attention = _last_queries(outputs, missing, self._rules)
         tokens = OutputTokens(F.pad(last, (0, missing)), [attention])
@@ -239,9 +243,8 @@ class ModelRunner:
         return ModelOutput(logits, inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
-        """Return the most rows whose decode forward costs no more than one of `num_rows` rows. Both
-        are padded to the same size of a captured graph, or of a larger one until that size is
-        captured."""
+        """Return the most rows whose decode forward costs no more than that of `num_rows` rows with
+        `width` tokens each, because both are padded to the size of the same captured graph."""
         graphs = self._graphs
         if graphs is None or not graphs.takes_decode(num_rows, width):
             return num_rows
@@ -323,6 +326,7 @@ class ModelRunner:
             ending = hidden[last]
         else:
             decoded, ending = self._mixed_states(decode, prefill, last)
+        # One product computes the logits of both parts.
         slots = [self._logit_slots(decode), self._logit_slots(inputs, rows)]
         present = [tensor for tensor in slots if tensor is not None]
         logits = self.divided_logits(
@@ -376,8 +380,8 @@ class ModelRunner:
         return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
 
     def _prefill_part(self, prefill: PrefillInputs, concurrent_tokens: int = 0) -> Part:
-        """Make the part of a prefill, padded for a forward that also has `concurrent_tokens` other
-        tokens."""
+        """Make the part of a prefill. On a CPU it has padding tokens, which make the tokens of the
+        forward a multiple, of which `concurrent_tokens` belong to other parts."""
         inputs = prefill.inputs.pad_tokens(
             self._token_multiple, concurrent_tokens=concurrent_tokens
         )

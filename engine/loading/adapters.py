@@ -46,12 +46,17 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
     adapted = check_fold(adapter, model) if fold else set(pairs)
     if not fold:
         _check_saved(adapter, model)
-    # Weights of all experts in one tensor are not modules, so `target_modules` does not name them.
-    of_experts = {name for name, pairs_of_name in targets.items() if pairs_of_name[0][1].of_experts}
+    # The names that `target_modules` may mean. It does not mean experts if all are in one tensor of
+    # the checkpoint, because they are no modules then. So experts count only if one is adapted.
+    expert_names = {
+        name
+        for name, weights_of_name in targets.items()
+        if any(site.of_experts for _, site in weights_of_name)
+    }
     names = [
         name
-        for name, pairs_of_name in targets.items()
-        if len(pairs_of_name) == 1 and (name not in of_experts or adapted & of_experts)
+        for name, weights_of_name in targets.items()
+        if len(weights_of_name) == 1 and (name not in expert_names or adapted & expert_names)
     ]
     _check_complete(adapter, adapted, names)
 
@@ -113,11 +118,15 @@ def _layers_with_ids(model: CausalLM) -> dict[str, Embedding | LogitsLayer]:
     """Return the layers that have a vector for each token id, by name."""
     kinds = (Embedding, LogitsLayer)
     names = {EMBEDDING.removesuffix(_WEIGHT), LM_HEAD.removesuffix(_WEIGHT)}
-    return {n: layer for layer, n in _layers(model) if n in names and isinstance(layer, kinds)}
+    return {
+        name: layer for layer, name in _layers(model) if name in names and isinstance(layer, kinds)
+    }
 
 
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
-    """Raise ValueError if an adapter lacks tensors that its configuration lists."""
+    """Raise ValueError if an adapter lacks tensors that its configuration lists: if it adapts some
+    modules of a target and not all. `adapted` are the modules that it adapts, and `names` those
+    that the model has."""
     config = adapter.config
     if config.is_partial:
         return
@@ -161,9 +170,13 @@ def add_adapters(
         tensors, pairs = adapter.tensors(), factor_pairs(adapter, model)
         _check_copies(adapter, tensors, model)
         factors.append({name: pair.read(tensors) for name, pair in pairs.items()})
-        saved.append({piece_name(m, model): tensors[n] for m, n in adapter.saved().items()})
+        saved.append(
+            {piece_name(module, model): tensors[name] for module, name in adapter.saved().items()}
+        )
     ranks = tuple(max((one.rank for one in weights.values()), default=1) for weights in factors)
-    in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
+    in_slots = list(
+        range(1, num_slots(len(adapters), slots) + 1)
+    )  # at first, adapter i is in slot i
     model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
@@ -175,8 +188,8 @@ def add_adapters(
 
 
 def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
-    """Return how many numbers an adapter slot takes on a GPU. The adapters must fit the model,
-    whose parameters need no values."""
+    """Return how many values of the model's dtype an adapter slot takes on a GPU. The adapters must
+    fit the model, whose parameters need no values."""
     pairs = [factor_pairs(adapter, model) for adapter in adapters]
     rank = stacked_rank(
         [pair.rank for factors_of_layer in pairs for pair in factors_of_layer.values()]
@@ -197,9 +210,11 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
     for module, name in adapter.copies().items():
         target = piece_name(module, model) + _WEIGHT
         slot, whole = slots[model.copies.get(target, target)], tensors[name]
-        its = whole if slot.shard is None else slot.shard.take(whole)
-        value = slot.parameter.cpu()
-        if not (torch.equal(its.to(value.dtype), value) or torch.equal(value.to(its.dtype), its)):
+        copy = whole if slot.shard is None else slot.shard.take(whole)
+        weight = slot.parameter.cpu()
+        if not (
+            torch.equal(copy.to(weight.dtype), weight) or torch.equal(weight.to(copy.dtype), copy)
+        ):
             raise ValueError(
                 f"{adapter.folder}: tensor {name} is not the model's own {target}: the adapter was "
                 f"trained on another model, or {FOLD_IT}"
@@ -207,7 +222,8 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
 
 
 def _read_unquantised(layer: DecoderLayer) -> None:
-    """Switch off the quantisation of norms' results that an adapter reads."""
+    """Switch off the quantisation of norms' results that an adapter reads, because adapters read
+    values that are not rounded."""
     for reader, norm in layer.normed_parts:
         if isinstance(reader, HasInputProjection) and reader.input_projection.lora is not None:
             norm.quantise_result(None)

@@ -1,8 +1,10 @@
 """The base class of all model families, `CausalLM`: a decoder and an output head, which computes
 logits or a classifier's scores.
 
-The loader finds a model's class in `model_registry.py` and fills its weight slots; `ModelRunner`
-runs it.
+The loader finds a model's class in `model_registry.py` and fills its *weight slots*: places of
+parameters with the names of the checkpoint's tensors that fill them (`WeightSlot`). `ModelRunner`
+runs the model. Its residual *stream* is a tensor [T, hidden_size], or that tensor with results
+that are still to be added (`Stream`), so that the next norm's kernel can add them.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states after the final norm; see `TokenModel.forward`."""
         stream: Stream = self.embed_tokens(input_ids)
+        # The features of images replace the embeddings of their tokens.
         if ctx.images is not None:
             stream = ctx.images.put(summed(stream))
         if self.self_conditioning is not None and ctx.canvas_tokens:
@@ -89,11 +92,13 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             stream = summed(stream)
             ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream, ctx.images))
+        # Layers may share a rotary table, whose angles are computed once.
         tables = dict.fromkeys(self.rotaries)
         rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions
-        turns = {table: None if table is None else table(rotary_positions) for table in tables}
-        # Adapters identify the tokens of a layer by their number, so every layer must see the same
-        # number.
+        angles = {table: None if table is None else table(rotary_positions) for table in tables}
+        # Only the last layer may compute fewer tokens (`wanted`). A layer with adapters knows by
+        # the number of its tokens whether it has all of them or those of `outputs`. So if there are
+        # as many outputs as tokens, it computes all, and the outputs are selected below.
         wanted = ctx.outputs
         if wanted is not None and ctx.adapted and len(wanted.index) == len(input_ids):
             wanted = None
@@ -101,10 +106,10 @@ class Decoder(nn.Module):
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
             # The last layer writes its cache for all tokens, but returns only those of `outputs`.
             outputs = wanted if index == len(self.layers) - 1 else None
-            stream = layer(stream, turns[table], ctx, outputs)
+            stream = layer(stream, angles[table], ctx, outputs)
             if ctx.images is not None and index < ctx.images.num_layers:
                 stream = ctx.images.add(summed(stream), index)
-            if index + 1 < len(self.layers):  # the last one's are recorded behind the norm
+            if index + 1 < len(self.layers):  # those of the last layer are recorded after the norm
                 stream = self._recorded(index + 1, stream, ctx)
         if wanted is None and ctx.outputs is not None:
             stream = summed(stream)[ctx.outputs.index]
@@ -114,8 +119,8 @@ class Decoder(nn.Module):
         return hidden
 
     def _recorded(self, layer: int, stream: Stream, ctx: ForwardContext) -> Stream:
-        """Record the hidden states after this many layers, if they are requested. Returns the
-        stream."""
+        """Record the hidden states after `layer` layers in the output column, if that is requested.
+        Return the stream."""
         column = self._hidden_column
         if column is None or layer not in self._column_indices or column.name not in ctx.columns:
             return stream
@@ -139,6 +144,7 @@ def hidden_column(config: ModelConfig) -> OutputColumn | None:
 
 
 _BARE = re.compile(r"embed_tokens\.|layers\.\d|norm\.weight$")
+"""The beginnings of tensor names in files of a decoder without its head."""
 
 
 def full_name(name: str) -> str:
@@ -193,6 +199,8 @@ class CausalLM(TokenModel):
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
+        # `turns_apart`: rotary positions differ from the positions in the row. `turns_by_axes`:
+        # they have three axes (time, height, width), because tokens of images do.
         axes = self.visual is not None and self.visual.config.mrope_sections is not None
         self.turns_apart, self.turns_by_axes = axes or config.rope_border is not None, axes
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
@@ -245,12 +253,14 @@ class CausalLM(TokenModel):
         return make_tower(config, where=Placement(self.device, self.dtype))
 
     def _layer(self, index: int) -> DecoderLayer:
+        """Make a layer, and quantise it if the model is."""
         layer = self.make_layer(index)
         if self.form is not None:
             quantise_layer(layer, f"model.layers.{index}", self.form)
         return layer
 
     def _head(self, name: str) -> TokenModel:
+        """Make a head, and quantise its layers if the model is."""
         head = self.make_head(name)
         if self.form is not None:
             for path, part in named_parts(head, name):
@@ -333,7 +343,8 @@ class CausalLM(TokenModel):
 
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
-        """Return the columns of context scope that a model of this configuration can record."""
+        """Return the output columns that a model of this configuration can record: columns of
+        context scope, which have a value for each token that the model reads."""
         column = hidden_column(config)
         return () if column is None else (column,)
 

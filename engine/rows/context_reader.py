@@ -41,8 +41,8 @@ class ContextReader:
         first values are those that its output was generated with.
         """
         names, rows = seq.context_columns, seq.context
-        # No forward has read the last token of a row that has ended, or its value does not count,
-        # unless the row generates nothing.
+        # A row that has ended has no value for its last token: no forward read that token, or the
+        # value is ignored. A row that only reads its prompt has a value for all tokens.
         num_known = seq.num_tokens - (not seq.num_pooled_tokens)
         if seq.finish_reason is None:
             num_known = min(seq.num_computed_tokens, num_known)

@@ -1,9 +1,9 @@
 """Attention of a few queries per row over the paged KV cache: split-KV in Triton.
 
-This is Flash-decoding (Dao et al. 2023). A row's context is cut into splits, which programs compute
-in parallel with online softmax, and a second kernel combines their results. All queries of a row,
-for all query heads that share a KV head, form one tile, so keys and values are read once for all of
-them. A work unit is one split of one row.
+This is Flash-decoding (Dao et al. 2023). A row is a sequence. Its context is cut into *splits*,
+which programs compute in parallel with online softmax, and a second kernel combines their results.
+All queries of a row, for all query heads that share a KV head, form one tile, so keys and values
+are read once for all of them.
 
 Where a context is cut depends only on its length and on the caller's limits, so a row's bits do not
 depend on its batch. Context lengths are read on the device, so a captured CUDA graph stays right
@@ -48,14 +48,14 @@ class DecodeConfig:
 
     block_n: int  # cached tokens of a tile
     num_warps: int
-    num_stages: int
-    programs_per_sm: int
+    num_stages: int  # tiles of keys and values in flight
+    programs_per_sm: int  # the grid has this many programs for each multiprocessor
 
 
 def paged_attention_decode(
     q: Tensor,  # [B·W, num_heads, D], W·num_heads/kv_heads ≤ MAX_QUERIES
     cache: KVCache,  # contiguous
-    positions: Tensor,  # as for `plan_decode`
+    positions: Tensor,  # [B · W] int64, not descending within a row
     block_tables: Tensor,  # [B, N] int, last axis contiguous
     scale: float,
     plan: DecodePlan,
@@ -70,10 +70,11 @@ def paged_attention_decode(
     """Compute softmax(q·kᵀ·scale)·v for W queries per row over the rows' cached contexts.
 
     The cache already holds the queries' own tokens. A query sees its row up to the end of its own
-    block of positions, and none past the row's last query. A query that sees a NaN key becomes NaN,
-    and no other does; values must be finite, as `KVCache` ensures. `window`, `sinks` and `cap` are
-    as for `paged_attention`; tokens before what the first query of a row sees are not read. Returns
-    out [B · W, num_heads, head_dim] in q's dtype; scores and sums are float32.
+    block of `block_length` positions, but nothing past the row's last query. A query that sees a
+    NaN key becomes NaN, and no other does; values must be finite, as `KVCache` ensures. `window`,
+    `sinks` and `cap` are those of `SoftmaxOptions`. With a window, tokens that the first query of a
+    row does not see are not read. Returns out [B · W, num_heads, head_dim] in q's dtype; scores and
+    sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
@@ -129,10 +130,16 @@ def _decode_kernel(
     QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one (unit, KV head) item of each round.
+    """Each program computes some items, one after another. An item is one split of a row for one KV
+    head: the attention of all the row's queries, for the heads of the KV head, to that split.
 
-    Items are sorted by length and taken forwards in even rounds and backwards in odd ones, so two
-    programs' totals differ by at most one unit.
+    `units` lists the splits (`DecodePlan`), the longest first. Items are dealt to the programs in
+    rounds, forwards in even rounds and backwards in odd ones, so two programs' totals differ by at
+    most one split. Line `query` of the tile is query // GROUP of the row, for head query % GROUP of
+    the group; lines and dimensions beyond the real ones are masked.
+
+    If a row has one split, its result goes to `out`. Otherwise its results and the logarithms of
+    their sums of weights go to `partial` and `log_sums`, for `combine_splits`.
     """
     programs = tl.num_programs(0)
     total = tl.load(count) * KV_HEADS
@@ -152,7 +159,7 @@ def _decode_kernel(
             token = row * WIDTH + query // GROUP
             head_of_query = head * GROUP + query % GROUP
             limit = tl.load(positions + token, mask=query < WIDTH * GROUP, other=-1).to(tl.int32)
-            if BLOCKED:  # the last unit of the row ends at its last query, which bounds this too
+            if BLOCKED:  # the row's last split ends at its last query, so no query sees beyond it
                 limit = (limit // block_length + 1) * block_length - 1
             lowest = 0
             if WINDOW is not None:  # the row's first query sees no token before this one
@@ -166,7 +173,7 @@ def _decode_kernel(
                 tables + row * table_stride, start, stop, lowest, scale, WINDOW, CHUNKED, CAP,
                 HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
-            # A query that sees no token of a unit gets the result 0 with weight 0.
+            # A query that sees no token of the split gets the result 0 with weight 0.
             unseen = total_weight == 0.0
             result = sums / tl.where(unseen, 1.0, total_weight)[:, None]
             if partial_index < 0:
@@ -191,12 +198,15 @@ def _attend_unit(
     QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2
-    (Milakov & Gimelshein 2018).
+    """Attend to the positions from `start` to `stop` - 1 of a row, in tiles of BLOCK_N tokens in
+    ascending order, with online softmax (Milakov & Gimelshein 2018) in powers of 2.
 
     `limit` [QUERIES_PAD] is the last position that each query sees; with a window, none sees one
-    before `lowest`. The `scales` of FP8 begin at `first_slot`. Its values are read as words of
-    four, or converted before they are transposed: Triton transposes single bytes one by one.
+    before `lowest`. `key` and `value` point to the KV head's part of the cache, and `table` to the
+    row's block table. FP8 has `scales`, of which the head's begin at `first_slot`; its values are
+    read in 32-bit words of four, or converted to float16 before they are transposed, because Triton
+    transposes single bytes one by one.
+
     Returns each query's largest score (times log₂ e), the sum of its weights relative to that
     score, and the weighted sum of values.
     """
@@ -204,7 +214,9 @@ def _attend_unit(
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, BLOCK_N)
     scale *= LOG2_E
-    # Faster for few queries of wide heads. Both ways have the same products, in the same order.
+    # Reading FP8 values in words is faster for few queries of wide heads. Byte i of the words is
+    # every fourth dimension from i on, with sums of its own (sum0 to sum3). Both ways add the same
+    # products in the same order.
     IN_WORDS: tl.constexpr = scales is not None and DIM_PAD >= 128 and QUERIES_PAD == 16
     if scales is not None:
         queries, scale = _in_float16(queries, scale)
@@ -217,8 +229,8 @@ def _attend_unit(
         sum3 = tl.zeros([QUERIES_PAD, DIM_PAD // 4], tl.float32)
     kept = queries.dtype
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
-    # Summed lane by lane in the loop, and across lanes once at the end: that sum needs an exchange
-    # between warps.
+    # The loop sums weights for each place in a tile, and the places are added once at the end,
+    # because adding across a tile needs an exchange between warps.
     weight_sums = tl.zeros([QUERIES_PAD, BLOCK_N], tl.float32)
     sums = tl.zeros([QUERIES_PAD, DIM_PAD], tl.float32)
     position = start + lane
@@ -253,8 +265,8 @@ def _attend_unit(
             if not IN_WORDS:
                 values = converted_apart(values, kept, INTERPRETED)
         weights_to = values.dtype
-        # Triton's interpreter multiplies the bits of bfloat16 as integers. The products of float32
-        # copies are the same as those on a GPU.
+        # Triton's interpreter would multiply the bits of bfloat16 as integers. Products of float32
+        # copies equal those on a GPU.
         if INTERPRETED:
             queries = queries.to(tl.float32)
             keys = keys.to(tl.float32)
@@ -298,8 +310,10 @@ def _attend_unit(
 
 @triton.jit
 def _in_float16(queries, scale):
-    """Return queries [Q, D] for products with FP8, which float16 takes in by one instruction, and
-    the `scale` [Q, 1] of their scores. Those of more than 32768 are divided so that none is."""
+    """Convert queries [Q, D] to float16 for products with FP8 keys, which one instruction converts
+    to float16; float32 queries stay. Queries with magnitudes of more than 32768 are divided so that
+    none exceeds it. Return the queries and the `scale` [Q, 1] of their scores, times the divisor.
+    """
     excess = tl.full([queries.shape[0], 1], 1.0, tl.float32)
     if queries.dtype != tl.float32:
         wide = queries.to(tl.float32)
@@ -313,7 +327,8 @@ def _add_values(
     sums, rescale, weight, words, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rescale sums [Q, D / 4], and add the weighted values in byte INDEX of words [N, D / 4]."""
+    """Return sums [Q, D / 4] · rescale [Q] + weight [Q, N] · values [N, D / 4]. The values are byte
+    INDEX of `words` [N, D / 4]."""
     values = byte_of_words(words, INDEX, weight.dtype, INTERPRETED)
     return tl.dot(
         weight.to(values.dtype), values, sums * rescale[:, None], input_precision=PRECISION

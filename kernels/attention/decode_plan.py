@@ -1,7 +1,8 @@
 """Cuts the contexts of rows into splits for decode attention, on the device.
 
-A *split* is a part of a row's context that one program reads. All layers of a forward share one
-plan, and `decode.py` launches programs by it.
+A row is a sequence, and a *split* is a run of its cached tokens that one program reads. All layers
+of a forward share one plan, which the kernel of `decode.py` reads. Contexts grow from step to step,
+so the plan is computed on the device: a CUDA graph that is captured once can then be replayed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from batchgen.kernels.attention.windows import first_seen_triton, window_argumen
 from batchgen.kernels.rules import Splits
 
 _SPLIT_MULTIPLE = tl.constexpr(128)
-"""Splits longer than `cut.tokens` are a multiple of this, and so of every `block_n`."""
+"""Splits longer than `cut.tokens` have a multiple of this many tokens, so that only a row's last
+split has a tile that is not full: tiles have at most 128 tokens (`DecodeConfig.block_n`)."""
 UNIT_FIELDS = tl.constexpr(4)
 """Columns of `DecodePlan.units`."""
 
@@ -47,12 +49,12 @@ def plan_decode(
     *,
     window: int | None = None,
 ) -> DecodePlan:
-    """Cut the contexts of B rows into splits of `cut.tokens` tokens, on the device.
+    """Cut the contexts of B rows with W = `width` queries each into splits of `cut.tokens` tokens.
 
     A context of more than cut.max_splits · cut.tokens tokens is cut into at most `cut.max_splits`
     equal splits, whose length is rounded up to a multiple of 128. A context ends at its row's last
-    query, or at N · block_size tokens. With a window it begins at the first token that the row's
-    first query sees, rounded down to a multiple of 128.
+    query, or at N · block_size tokens. With a `window` (`SoftmaxOptions`) it begins at the first
+    token that the row's first query sees, rounded down to a multiple of 128.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -72,7 +74,8 @@ def plan_decode(
 
 
 def row_pieces(block_tables: Tensor, pieces: int) -> Tensor:
-    """Return the tables [B · pieces, N] of rows [B, N] whose queries are divided into pieces."""
+    """Repeat each row of block tables [B, N] `pieces` times, because the row's queries are divided
+    among that many rows of the plan. Return [B · pieces, N]."""
     if pieces == 1:
         return block_tables
     return block_tables.unsqueeze(1).expand(-1, pieces, -1).flatten(0, 1)
@@ -88,8 +91,8 @@ def _begin(positions, rows, num_rows, WIDTH, WINDOW, CHUNKED):
 
 @triton.jit
 def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS):
-    """Compute the context, the split length and the number of splits of each of `rows`, int32; past
-    `num_rows` the context and the number are 0."""
+    """Return the tokens of the context, the tokens of a split, and the number of splits of each of
+    `rows`, int32. Of rows past `num_rows` the context and the number are 0."""
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
     if WINDOW is not None:
@@ -105,18 +108,20 @@ def _plan_kernel(
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the work units of one row.
+    """Each program writes the lines of `units` of one row: its splits.
 
-    Units are ordered by length, the longest first; of equal lengths, full splits come before the
-    last splits of rows, and lower rows first. A program counts the units before its own.
+    Lines are ordered by length, the longest first; of equal lengths, full splits come before the
+    last splits of rows (tails), and lower rows come first. A program finds where its lines go by
+    counting the splits of all rows that come before them. A row has a number of full splits of one
+    length, which stand together, and one tail.
     """
     row = tl.program_id(0)
     plan_row = row + tl.arange(0, 1)
     cut = _cut(positions, plan_row, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS)
     context, length, number = tl.max(cut[0], 0), tl.max(cut[1], 0), tl.max(cut[2], 0)
     tail = context - (number - 1) * length
-    whole_index = 0
-    tail_index = 0
+    whole_index = 0  # the splits before this row's first full one
+    tail_index = 0  # the splits before this row's tail
     total = 0
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)

@@ -1,7 +1,8 @@
-"""The contexts of rows copied out of the pages of the KV cache, one behind another, in Triton.
+"""Copies the contexts of rows out of the blocks of the KV cache, one after another, in Triton.
 
-The copy engine of a GPU reads whole tiles of a matrix without computing addresses, if they stand
-together. Copying keys and values once costs little beside a prefill that reads them many times.
+A prefill reads a row's keys and values many times, once for each tile of queries. From blocks, it
+must compute an address for each token. From a contiguous copy, TMA (the Hopper unit for copies of
+tiles) loads whole tiles. So the prefill is faster although the contexts are first copied once.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ from batchgen.kernels.row_indices import row_indices
 PIECE = 64
 """Tokens of a row that one program copies, for one KV head."""
 _LEAST_TOKENS = 1024
-"""New tokens from which a copy pays, on an H200: below, its launch costs more than it saves."""
+"""The least new tokens of a prefill for which a copy pays, on an H200. With fewer, its launch costs
+more than it saves."""
 _MOST_CONTEXT = 4
-"""The context tokens per new token up to which a copy pays. Beyond, keys are read too few times.
-The copies are also smaller than what an MLP keeps, so the memory plan need not count them."""
+"""The most context tokens per new token for which a copy pays. With more, each key is read too few
+times. Such copies are also smaller than the intermediate activations of an MLP, which are not
+allocated at that time, so the memory plan need not count them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Where the contexts of B rows go; all layers of a forward share it.
+    """Where the contexts of B rows are copied to. All layers of a forward share it.
 
-    A piece is a line: the row, the first position, the index among the copies, and the number of
-    tokens, at most `PIECE`.
+    Contexts are cut into pieces of at most `PIECE` tokens, which programs copy. A line of `pieces`
+    is one piece: its row, its first position in the row, the index of its first token among the C
+    copies, and its number of tokens.
     """
 
     pieces: Tensor  # [P, 4] int32
-    row_starts: Tensor  # [B] int32: the index among the copies where each row's context begins
+    row_starts: Tensor  # [B] int32: the index of each row's first token among the copies
     num_tokens: int  # C, the context tokens of all rows
 
 
 def upload_tensor(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor of the host to the device; the host does not wait for a GPU."""
+    """Copy a tensor from the host to the device. The host does not wait for the copy to a GPU."""
     if torch.device(device).type != "cuda":
         return values
     return values.pin_memory().to(device, non_blocking=True)
@@ -49,7 +53,8 @@ def upload_tensor(values: Tensor, device: torch.device | str) -> Tensor:
 def does_gathering_pay(
     query_lens: Sequence[int], context_lens: Sequence[int], head_dim: int
 ) -> bool:
-    """Whether a prefill is faster if contexts are copied; heads must be powers of two wide."""
+    """Return whether a prefill of rows with these new tokens [B] and cached tokens [B] is faster if
+    contexts are copied. TMA needs a head dimension that is a power of two."""
     new = sum(query_lens)
     return (
         new >= _LEAST_TOKENS
@@ -75,11 +80,11 @@ def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> Gath
 def gather_context(
     cache: KVCache, block_tables: Tensor, plan: GatherPlan, dtype: torch.dtype
 ) -> KVCache:
-    """Copy the keys and values of all rows' contexts: each [kv_heads · C, head_dim], by head, row,
-    position.
+    """Copy the keys and values of all rows' contexts.
 
-    `block_tables` is [B, N] int32 or int64, the last axis contiguous. The copies are in `dtype`.
-    Those of FP8, which are exact in it, have scales [kv_heads · C, 2] still.
+    `block_tables` is [B, N] int32 or int64, the last axis contiguous. Returns keys and values
+    [kv_heads · C, head_dim] in `dtype`, ordered by head, row and position. FP8 elements are
+    converted to `dtype`, which is exact, and still need their scales, [kv_heads · C, 2].
     """
     kv_heads, _, block_size, head_dim = cache.key.shape
     shape = (kv_heads * plan.num_tokens, head_dim)
@@ -99,14 +104,14 @@ def _gather_context(
     table_stride, head_stride, num_tokens,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one piece of a row for one KV head."""
+    """Each program copies one piece for one KV head. Tokens past the piece's end are masked."""
     piece = pieces_ptr + tl.program_id(0) * 4
     head = tl.program_id(1).to(tl.int64)
     row = tl.load(piece).to(tl.int64)
-    n = tl.arange(0, PIECE)
-    position = tl.load(piece + 1) + n
-    copy_index = head * num_tokens + tl.load(piece + 2) + n
-    inside = n < tl.load(piece + 3)
+    token = tl.arange(0, PIECE)
+    position = tl.load(piece + 1) + token
+    copy_index = head * num_tokens + tl.load(piece + 2) + token
+    inside = token < tl.load(piece + 3)
     block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=inside, other=0)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     dim = tl.arange(0, HEAD_DIM)[None, :]

@@ -51,8 +51,8 @@ class AttentionMetadata:
     # compiled anew for each W. None: a prefill.
     decode_width: int | None = None
     block_length: int = 1  # L; 1 is causal attention
-    # [B, N] int64, the KV blocks of layers with a window, which have a cache of their own. Indexed
-    # like `block_tables`. None: they use `block_tables`.
+    # [B, N] int64, like `block_tables` for layers with a window. Blocks that no query sees any more
+    # are freed, and their entries arbitrary. None: these layers use `block_tables`.
     window_tables: Tensor | None = None
     # [T] int64, the last position that each query sees in layers that look ahead: not descending
     # within a row and at least `positions`. Needs L = 1. None: the queries' own positions.

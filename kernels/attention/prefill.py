@@ -1,17 +1,19 @@
 """Attention of many new tokens per row over the paged KV cache, in Triton.
 
-This is FlashAttention-2 (Dao 2023) on rows of different lengths. One program computes a tile of
-consecutive tokens of one row, for all query heads that share one KV head: each (token, head) is a
-row of its products. So a tile spans few positions, and little above the diagonal is computed.
+This is FlashAttention-2 (Dao 2023) on rows (sequences) of different lengths. One program computes a
+tile of consecutive tokens of one row, for all query heads that share one KV head: each (token,
+head) is a line of its products. So a tile spans few positions, and little above the diagonal is
+computed.
 
-A query visits tiles of keys in order, which begin at multiples of `block_n` in its row, and keys
-that it may not see change no bit. So its result depends neither on the batch nor on how its row was
-cut into chunks (of whole blocks of positions). With a window a tile of queries begins at the first
-tile of keys that one of them sees. The reference is `attention.paged_attention` on a CPU.
+A program visits tiles of keys in order, which begin at multiples of `block_n` in the row, and keys
+that a query may not see change no bit of it. So a query's result depends neither on the batch nor
+on how its row was divided into prefills (of whole blocks of positions). With a window a program
+begins at the first tile of keys that one of its queries sees. The reference is
+`attention.paged_attention` on a CPU.
 
-Where the new tokens are many for the context (`does_gathering_pay`), one launch copies keys and
-values out of the pages, and the copy engine reads whole tiles of the copies. The tiles are the
-same, so the bits are.
+With many new tokens per context token (`does_gathering_pay`), one launch copies keys and values out
+of the KV blocks, and TMA loads whole tiles of the copies (`kv_gather`). The tiles are the same, so
+the bits are too.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ def paged_attention_prefill(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
-    last_seen: Tensor | None = None,  # [T] int64, as in `AttentionMetadata`
+    last_seen: Tensor | None = None,  # [T] int64, the last position that each query sees
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
     The cache already holds the T new tokens, with finite values (`KVCache`). A query sees its row
-    up to the end of its own block of positions, and none past the row's last query. `window`,
-    `sinks` and `cap` are as for `attention.paged_attention`. Returns out in q's dtype; scores and
-    sums are float32, and a query that sees a NaN key is NaN. Raises ValueError for a plan of
-    another number of tokens or heads.
+    up to the end of its own block of `block_length` positions, but nothing past the row's last
+    query; or up to its `last_seen`, if that is given. `window`, `sinks` and `cap` are those of
+    `SoftmaxOptions`. Returns out in q's dtype; scores and sums are float32, and a query that sees a
+    NaN key is NaN. Raises ValueError for a plan of another number of tokens or heads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, block_size, _ = cache.key.shape
@@ -129,15 +131,19 @@ def _attend_tile(
     GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
+    """Let the queries q [BLOCK_M, BLOCK_D] attend to one tile of keys, the positions from `start`
+    to start + BLOCK_N - 1. Return the new sums `acc`, largest scores `top` and sums of weights
+    `total` of online softmax, and the KV blocks of the next tile.
 
-    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only those inside
-    WINDOW if that is given, else the whole tile. The window ends at `window_ends` [BLOCK_M], if
-    that is not None, else at `last_seen`. Values loaded past `limit` or before the window
-    are finite. With GATHERED, `table` is where the row begins among the copies; else `block`
-    [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and returned: Triton
-    would not pipeline loads of keys that waited for a load of their iteration. FP8 has `scales`, by
-    slot, or by index among the copies.
+    Without MASKED each query sees the whole tile. With it, a query sees keys up to its `last_seen`
+    [BLOCK_M], and with WINDOW only those inside its window, which ends at `window_ends` [BLOCK_M],
+    or at `last_seen` if that is None. Values that no query sees may be loaded too: they are finite,
+    and their weight is 0.
+
+    With GATHERED, `table` is the index of the row's first token among the copies. Otherwise `table`
+    is the row's block table, and `block` [BLOCK_N] are the keys' KV blocks. Those of the next tile
+    are loaded here, one tile ahead: Triton does not pipeline loads of keys whose addresses depend
+    on a load of the same iteration. FP8 has `scales`, by slot, or by index among the copies.
     """
     n = start + tl.arange(0, BLOCK_N)
     if GATHERED:
@@ -173,7 +179,8 @@ def _attend_tile(
         score = capped_score(score * scale_log2, CAP)
         scale_log2 = 1.0
     if MASKED:
-        # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
+        # Scores are masked before they are scaled, so that the fused multiply-subtract below rounds
+        # as it does without MASKED.
         seen = n[None, :] <= last_seen[:, None]
         if WINDOW is not None:
             window_end = last_seen if window_ends is None else window_ends
@@ -224,11 +231,18 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Each program computes one tile of queries (`PrefillPlan.tiles`) for one KV head. Line m of a
+    tile is its token m // GROUP, for head m % GROUP of the KV head's group.
+
+    The program takes tiles of keys in three loops, in ascending order: with a window, first the
+    tiles that may begin before a query's window, with masks; then those that every query sees
+    whole, without masks; then those that reach past what the first query sees, with masks.
+    """
     # The grid has one dimension, since the others allow only 65535 programs. Programs of the same
     # tile and different KV heads are neighbours.
     kv_heads: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(0) % kv_heads
-    tile = tiles_ptr + tl.program_id(0) // kv_heads * 3
+    tile = tiles_ptr + tl.program_id(0) // kv_heads * 3  # row, first token, remaining tokens
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1).to(tl.int64)
     remaining = tl.load(tile + 2)
@@ -278,7 +292,7 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW is not None:
-        # All queries see the keys from here to `full`.
+        # All queries see the keys from `whole` to `full`.
         latest = limit - 1
         if window_ends_ptr is not None:
             latest = tl.load(window_ends_ptr + first + size - 1).to(tl.int32)

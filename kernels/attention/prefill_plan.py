@@ -1,7 +1,7 @@
 """Cuts the queries of rows into tiles for prefill attention.
 
-A tile is as many new tokens of one row as one program of the kernel takes. All layers of a forward
-share one plan (`AttentionMetadata.tiles`).
+A row is a sequence. A tile is as many of its new tokens as one program of the kernel takes. All
+layers of a forward share one plan.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class PrefillConfig:
 class PrefillPlan:
     """How the queries of B rows are cut into tiles; all layers of a forward share it.
 
-    A tile is a line: its row, the index of its first token among the T tokens of the forward, and
-    the tokens of the row from there on, of which it takes what `config` allows. Tiles with 0 are
-    skipped.
+    A line of `tiles` is one tile: its row, the index of its first token among the T tokens, and the
+    number of the row's tokens from there on. The tile has as many of these as `config` allows. A
+    tile with 0 tokens is skipped, so that a captured graph may have room for more tiles.
     """
 
     tiles: Tensor  # [num_tiles, 3] int32
@@ -46,7 +46,7 @@ class PrefillPlan:
     num_rows: int  # B
     group: int  # query heads per KV head
     config: PrefillConfig  # the sizes that the tiles were cut for
-    gather: GatherPlan | None = None  # None reads keys and values from the pages
+    gather: GatherPlan | None = None  # None: keys and values are read from the KV blocks
 
 
 def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
@@ -54,13 +54,14 @@ def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
     # float32 does not run on tensor cores, so the operands of its products need registers.
     # For 16 bits these were the fastest on an H200 (bench_kernels.py --tune, commit 48f452c).
     if itemsize == 4:
-        config = PrefillConfig(32, 16, 8, 2)
+        config = PrefillConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)
     elif head_dim <= 128:
-        config = PrefillConfig(64, 64, 4, 3)
+        config = PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     elif head_dim <= 256:
-        config = PrefillConfig(128, 64, 8, 2)
+        config = PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     else:  # larger tiles of such heads do not fit into shared memory
-        config = PrefillConfig(64, 32, 8, 2)
+        config = PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    # At least the heads of one token must fit into a tile.
     return replace(config, block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
@@ -79,9 +80,13 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Cut the queries of B rows into tiles.
 
-    Contexts are gathered where that is faster, or as `gather` says; it needs `context_lens`, a
-    head_dim that is a power of two, and no given tiles, which may be written only when a captured
-    graph is replayed. Raises ValueError if the heads of a group do not fit into a tile of `config`.
+    Args:
+        gather: whether to copy contexts out of their KV blocks (`kv_gather`), which needs
+            `context_lens` and a head_dim that is a power of two. None: if that is faster, and
+            `tiles` is None (a captured graph has tiles, whose rows differ at each replay).
+
+    Raises:
+        ValueError: the heads of a group do not fit into a tile of `config`.
     """
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
@@ -105,7 +110,7 @@ def plan_prefill(
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a tile of queries has, for queries and a cache of this shape."""
+    """Return the most tokens of a tile, for queries and a cache of this shape."""
     group = num_heads // num_kv_heads
     return _tile_tokens(_config(head_dim, dtype.itemsize, group), group)
 
@@ -121,9 +126,9 @@ def cut_tiles(
 ) -> Tensor:
     """Compute `PrefillPlan.tiles` on the host for rows of `query_lens` [B] new tokens.
 
-    Tiles with the longest contexts come first, so that none starts when the others are done. `size`
-    is the most tokens of a tile (`tile_tokens`). `context_lens` [B] counts cached tokens, the new
-    ones included, for the order alone; None counts the new ones.
+    Tiles that read the most keys come first, so that no long one starts when the others are done.
+    Only this order depends on `context_lens` [B], the cached tokens, the new ones included; None
+    takes the new ones. `size` is the most tokens of a tile (`tile_tokens`).
     """
     lens = torch.tensor(query_lens, dtype=torch.int64)
     contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
@@ -138,10 +143,10 @@ def cut_tiles(
 
 
 def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device | str) -> Tensor:
-    """Compute `PrefillPlan.tiles` of rows with `width` tokens each on the device, in the order of
-    rows.
+    """Compute `PrefillPlan.tiles` of rows with `width` tokens each, in the order of rows.
 
-    A CUDA graph that is captured meanwhile then holds no address of host memory.
+    They are computed on the device. A copy from the host would put an address of host memory into
+    a CUDA graph that is being captured.
     """
     per_row = triton.cdiv(width, size)
     tile = torch.arange(num_rows * per_row, dtype=torch.int32, device=device)

@@ -1,4 +1,5 @@
-"""Norm of queries and keys, rotation, and the write of keys and values, in one kernel."""
+"""What happens between the QKV projection and attention, in one kernel: queries and keys are
+normalised and rotated, and keys and values are written to the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from batchgen.kernels.layers.rotary import apply_rotary
 
 _TILE = 1024
-"""Elements of the first (or second) halves of heads that a program takes: 128 threads, each with
+"""Elements of a tile, which is the first (or second) halves of some heads: 128 threads, each with
 one 16-byte access of 2-byte elements."""
 _LEAST = tl.constexpr(LEAST)
 _LARGEST = tl.constexpr(LARGEST)
@@ -32,12 +33,13 @@ def prepare_qkv(
     num_heads: int,
     num_kv_heads: int,
 ) -> Tensor:
-    """Normalise q and k per head, rotate them, and store k and v in the cache.
+    """Normalise q and k per head, rotate them, and store k and v at `slots` of the cache.
 
-    With `num_kv_heads` 0 there are neither k nor v, and the cache is left as it is.
-    Results are rounded where `rms_norm`, `apply_rotary` and `write_kv`, called one after another,
-    round them. Tokens may share a slot, as padding does; any one of them is stored then. Returns
-    the rotated q [T, num_heads, D], contiguous, in qkv's dtype.
+    With `num_kv_heads` 0 there are neither k nor v, and the cache is left as it is (layers that
+    read the cache of another layer). Results are rounded where `rms_norm`, `apply_rotary` and
+    `write_kv`, called one after another, round them. Several tokens may have the same slot, as
+    padding does; any one of them is stored. Returns the rotated q [T, num_heads, D], contiguous, in
+    qkv's dtype.
     """
     run = prepare_qkv_triton if qkv.is_cuda else prepare_qkv_reference
     return run(qkv, q_weight, k_weight, eps, cos_sin, cache, slots, num_heads, num_kv_heads)
@@ -85,6 +87,7 @@ def prepare_qkv_triton(
     assert (q_weight is None) == (k_weight is None)
     assert cos_sin.shape[1] <= head_dim
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    # A program computes q_block query heads, or kv_block KV heads, of one token.
     half = triton.next_power_of_2(head_dim // 2)
     max_heads = max(1, _TILE // half)
     q_block = min(max_heads, triton.next_power_of_2(num_heads))
@@ -98,7 +101,7 @@ def prepare_qkv_triton(
         NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
         ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups,
         GROUPS=groups, INTERPRETED=not qkv.is_cuda,
-        # Without fused multiply-add the rotation has the bits of the reference.
+        # Without fused multiply-add, so that the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q
@@ -112,7 +115,9 @@ def _prepare_qkv(
     HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a group of heads of one token, in halves, which rotation pairs."""
+    """Each program computes a group of heads of one token: query heads in the groups below
+    Q_GROUPS, else KV heads. Heads are loaded in halves, because rotation pairs element i of the
+    first half with element i of the second. Heads and columns past the last are masked."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     column = tl.arange(0, HALF)[None, :]
@@ -142,6 +147,8 @@ def _query_heads(
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate a group of a token's query heads from `source`, and store them at
+    `target`; both point to the token's head 0."""
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)
@@ -160,8 +167,12 @@ def _kv_heads(
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and store a group of a token's KV heads; the pointers are to head 0 of the
-    slot, but for that to the scales."""
+    """Normalise, rotate and store a group of a token's KV heads. `source` points to the token's key
+    head 0, and `key_ptr` and `value_ptr` to head 0 of its slot in the cache. `scales_ptr` points to
+    the beginning of `KVCache.scales`, or is None if the cache is not FP8.
+
+    A pair of a key and a value that is not finite is *broken*, and stored as `KVCache` says.
+    """
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)
@@ -198,7 +209,8 @@ def _kv_heads(
 
 @triton.jit
 def _in_fp8(first, second, broken, INTERPRETED: tl.constexpr):
-    """Round halves of heads to FP8 as `kv_cache.quantise_vectors` does, and broken heads to 0."""
+    """Round heads [BLOCK, HALF] in halves to FP8, as `kv_cache.quantise_vectors` does, and broken
+    heads to 0. Return both halves and the scales [BLOCK, 1]."""
     first = tl.where(broken, 0.0, first.to(tl.float32))
     second = tl.where(broken, 0.0, second.to(tl.float32))
     largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)[:, None]
@@ -208,6 +220,7 @@ def _in_fp8(first, second, broken, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _load_halves(source, mask, D: tl.constexpr):
+    """Load the first and the second halves of heads; `source` points to the first ones."""
     return (
         tl.load(source, mask=mask, other=0.0),
         tl.load(source + D // 2, mask=mask, other=0.0),
@@ -216,6 +229,7 @@ def _load_halves(source, mask, D: tl.constexpr):
 
 @triton.jit
 def _norm(first, second, weight_ptr, eps, column, D: tl.constexpr):
+    """Return the RMS norm of heads in halves, rounded as `rms_norm_reference` rounds it."""
     dtype = first.dtype
     inside = column < D // 2
     weight1 = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -231,6 +245,7 @@ def _norm(first, second, weight_ptr, eps, column, D: tl.constexpr):
 
 @triton.jit
 def rotate_pairs(first, second, cos, sin):
+    """Rotate each pair of an element of the first half of a head and one of the second."""
     wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
     rotated1 = (wide1 * cos - wide2 * sin).to(first.dtype)
     rotated2 = (wide2 * cos + wide1 * sin).to(first.dtype)
@@ -239,5 +254,5 @@ def rotate_pairs(first, second, cos, sin):
 
 @triton.jit
 def not_finite(x):
-    # A comparison with NaN is false.
+    """Return where x is infinite or NaN. A comparison with NaN is false."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0

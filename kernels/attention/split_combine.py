@@ -1,9 +1,9 @@
 """Combines the results of splits in decode attention, in Triton.
 
-A long context is cut into *splits*, which programs compute in parallel (`decode.py`). Each split
-yields a partial result and the logarithm of the sum of its softmax weights. `combine_splits` then
-averages a query's partial results, weighted by these sums. The module also has small Triton
-functions that the decode kernels share.
+A long context is cut into *splits*, which programs compute in parallel (`decode.py`). For each
+query, a split yields a partial result and the logarithm of the sum of its softmax weights.
+`combine_splits` then averages a query's partial results, weighted by these sums. The module also
+has small Triton functions that several attention kernels share.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _COMBINE_ELEMENTS = 4096
 def partial_results(
     plan: DecodePlan, groups: int, queries: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the partial results of splits [P, queries, size] and the logarithms of their sums of
-    weights [P, queries]. P is 0 if no row can have several splits.
+    """Allocate the partial results of splits [P, queries, size] and the base-2 logarithms of their
+    sums of weights [P, queries], float32. P is the number of splits times groups, or 0 if no row
+    can have several splits.
 
-    `groups` groups of heads have separate programs, each for `queries` queries of a row.
+    A row's heads are divided into `groups` groups. One program computes a split for one group: for
+    `queries` pairs of a query and a head, whose results have `size` elements.
     """
     count = len(plan.units) * groups if plan.max_splits > 1 else 0
     device = plan.units.device
@@ -47,10 +49,10 @@ def combine_splits(
     sinks: Tensor | None = None,
 ) -> None:
     """Combine the splits of rows that have several, and write the results to `out` [B · W,
-    num_heads, size]; other rows are not changed.
+    num_heads, size]. Rows with one split are not changed, because the decode kernel wrote them.
 
-    `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
-    consecutive heads. `sinks` are those of `paged_attention`.
+    `partial` and `log_sums` are from `partial_results`, filled by the decode kernel. `groups` is
+    the number of groups of consecutive heads, and `sinks` are those of `SoftmaxOptions`.
     """
     tokens, num_heads, size = out.shape
     if not len(partial):
@@ -91,8 +93,13 @@ def _combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program averages the splits of one token for one group of heads; it does nothing if the
-    token's row has one split."""
+    """Each program combines the splits of one token for one group of heads; it does nothing if the
+    token's row has one split.
+
+    It loads the splits' logarithms of sums for their maximum `top` and their total, and then adds
+    the partial results, CHUNK splits at a time in ascending order, weighted by 2^(log_sum - top).
+    Padding has the logarithm -inf, so its weight is 0.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // WIDTH
@@ -114,13 +121,13 @@ def _combine_kernel(
         real = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for first in range(0, number, CHUNK):
-            some = first + tl.arange(0, CHUNK)
-            where = base + some[:, None] * split_queries + member_offset[None, :]
-            inside = (some < number)[:, None] & (member < GROUP)[None, :]
-            log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
+            chunk = first + tl.arange(0, CHUNK)
+            offset = base + chunk[:, None] * split_queries + member_offset[None, :]
+            inside = (chunk < number)[:, None] & (member < GROUP)[None, :]
+            log_sum = tl.load(log_sums + offset, mask=inside, other=-float("inf"))
             weight = tl.exp2(log_sum - top[None, :])
             result = tl.load(
-                partial + where[:, :, None] * HEAD_DIM + dim[None, None, :],
+                partial + offset[:, :, None] * HEAD_DIM + dim[None, None, :],
                 mask=inside[:, :, None] & (dim < HEAD_DIM)[None, None, :],
                 other=0.0,
             )
@@ -136,16 +143,16 @@ def _combine_kernel(
 
 @triton.jit
 def byte_of_words(words, INDEX: tl.constexpr, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return byte INDEX of int32 words of FP8 values, converted to `dtype` (float32 for the
-    interpreter)."""
+    """Return byte INDEX (0 is the lowest) of each of `words`, int32 with four FP8 values each,
+    converted to `dtype`, or to float32 for Triton's interpreter."""
     values = ((words >> (8 * INDEX)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return values.to(tl.float32 if INTERPRETED else dtype)
 
 
 @triton.jit
 def float16_excess(largest):
-    """Return the divisor for queries with the maximum magnitudes `largest`, before float16 products
-    with FP8 keys: 1, or whatever brings the magnitudes down to 32768."""
+    """Return by what queries with the largest magnitudes `largest` are divided before they become
+    float16: 1, or what brings the magnitude down to 32768. (float16 ends at 65504.)"""
     return tl.maximum(largest / 32768.0, 1.0)
 
 

@@ -9,29 +9,32 @@ from torch import Tensor
 
 
 class ChunkWindow(int):
-    """A window that begins anew at each multiple of its length, so that a query sees the tokens of
-    its own chunk alone (Llama 4, Meta 2025). Any other number of tokens is a sliding window."""
+    """A window that begins anew at each multiple of its length, so that a query sees only tokens of
+    its own chunk (Llama 4, Meta 2025). A window that is a plain int is a sliding window."""
 
 
 def first_seen(last: Tensor, window: int) -> Tensor:
-    """Return the first positions that queries see, given the last ones; some may be below 0."""
+    """Return the first positions that queries see, given the last ones. A result below 0 means that
+    the query sees its row from the beginning."""
     if isinstance(window, ChunkWindow):
         return last // int(window) * int(window)
     return last - (window - 1)
 
 
 def window_key(window: int | None) -> tuple[int, bool]:
-    """Return what tells windows apart; two kinds of the same length are equal as numbers."""
+    """Return a dictionary key for a window. The window itself is none, because a sliding window and
+    a `ChunkWindow` of the same length are equal."""
     return window or 0, isinstance(window, ChunkWindow)
 
 
 def window_arguments(window: int | None) -> dict[str, int | bool | None]:
-    """Return the arguments of kernels that say which window layers have."""
+    """Return a kernel's arguments WINDOW (the length, or None) and CHUNKED (whether the window is a
+    `ChunkWindow`)."""
     length = None if window is None else int(window)
     return {"WINDOW": length, "CHUNKED": isinstance(window, ChunkWindow)}
 
 
 @triton.jit
 def first_seen_triton(last, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """`first_seen` of int32 positions from -1 on."""
+    """Compute `first_seen` for int32 positions of at least -1."""
     return last // WINDOW * WINDOW if CHUNKED else last - (WINDOW - 1)

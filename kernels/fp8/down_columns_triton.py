@@ -1,10 +1,12 @@
 """The second product of experts in FP8 (the down projection), in Triton, where each program
 computes several tiles of columns.
 
-The sums are short, so a program of one tile ends when its pipeline of loads has just been filled.
-Here the loops over tiles of columns and over steps are one: the next tile's weights are on their
-way while the last one is written, and slots with their weights are loaded once. The copy engine
-reads both operands: a tile's rows lie side by side, and those past its end are not written.
+A *slot* is one of the experts that a token chose, and a row of the products. The sums are short, so
+a program of one tile would end when its pipeline of loads has just been filled. Here one loop goes
+over the tiles of columns and over the steps along K: the next tile's weights are being loaded while
+the last tile is written, and the slots and their weights are loaded once. TMA loads both operands,
+since a tile's rows are contiguous. It also loads rows past the tile's end, whose results are not
+written.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ def fp8_down_columns(
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """Compute `fp8_down` for weights in panels."""
+    """Compute `fp8_grouped_product_triton.fp8_down`, with the same arguments, for weights in panels
+    (`moe/tiled_layout.py`)."""
     hidden, inner = out.shape[1], values.shape[1]
     block_m, block_n = alignment.block_m, tiles.down_n
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_columns * block_n),)
-    # What is written goes through shared memory of its own.
+    # A result tile goes through shared memory of its own before it is written.
     written = block_m * block_n * out.element_size()
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
@@ -58,6 +61,11 @@ def _down_columns(
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile of slots times COLUMNS tiles of BLOCK_N columns, from left to
+    right. Each sum adds blocks of BLOCK_K values in ascending order, scaled in float32.
+
+    SHARED: all rows of a weight tile share a scale. SWAP: tiles are computed transposed.
+    """
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
     programs = tl.cdiv(hidden, COLUMNS * BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -67,11 +75,11 @@ def _down_columns(
         return
     start = tl.program_id(0) % programs * (COLUMNS * BLOCK_N)
     index = first + tl.arange(0, BLOCK_M)
-    last = tl.minimum(index, end - 1)
+    last = tl.minimum(index, end - 1)  # rows past the tile's end repeat its last one
     slot = tl.load(slots_ptr + last)
     slot_weight = tl.load(slot_weights_ptr + slot)
     n = tl.arange(0, BLOCK_N)
-    of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
+    expert_scales_ptr = w_scales_ptr + expert.to(tl.int64) * expert_scales
     steps = tl.cdiv(inner, BLOCK_K)
     columns = tl.minimum(tl.cdiv(hidden - start, BLOCK_N), COLUMNS)
 
@@ -81,7 +89,7 @@ def _down_columns(
     # Scales are loaded one step ahead, so that no step waits for them.
     x_scales = tl.load(x_scales_ptr + last)
     w_scales = weight_scales(
-        of_expert, start if SHARED else (start + n) % hidden, 0, steps, SCALE_ROWS
+        expert_scales_ptr, start if SHARED else (start + n) % hidden, 0, steps, SCALE_ROWS
     )
     for _ in tl.range(0, columns * steps):
         values = x.load([first, step * BLOCK_K])
@@ -90,10 +98,10 @@ def _down_columns(
         is_last = step == steps - 1
         next_step = tl.where(is_last, 0, step + 1)
         next_column = tl.where(is_last, column + BLOCK_N, column)
-        # Past the last column are scales that nothing is multiplied by.
+        # After the last column the loaded scales are those of other columns (%), and not used.
         scale_row = (next_column if SHARED else next_column + n) % hidden
         next_x_scales = tl.load(x_scales_ptr + next_step * x_scales_stride + last)
-        next_w_scales = weight_scales(of_expert, scale_row, next_step, steps, SCALE_ROWS)
+        next_w_scales = weight_scales(expert_scales_ptr, scale_row, next_step, steps, SCALE_ROWS)
         acc += scaled(product, x_scales, w_scales, SWAP, SHARED)
         if is_last:
             acc = with_bias(acc, bias_ptr, expert, hidden, (column + n) % hidden, SWAP)

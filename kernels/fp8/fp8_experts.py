@@ -1,5 +1,5 @@
-"""Experts whose weights are in FP8: tokens are quantised before the first product, which quantises
-its own result for the second."""
+"""Experts whose weights are in FP8. Tokens are quantised before the first product (gate and up),
+and the kernel of the first product quantises its result for the second (down)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
 class FP8Experts(NamedTuple):
-    """`ExpertWeights` in FP8 of experts with a gate; biases are in another dtype.
+    """The FP8 weights of E experts with a gate, from H inputs to I and back: an `ExpertWeights`.
 
-    x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
-    weight share a scale, I is a multiple of 128.
+    The inputs of both products are quantised in groups of 128 values. If 128 rows of a weight share
+    a scale, I is a multiple of 128.
     """
 
-    gate_up: FP8Weight  # [E, 2·I, H]
+    gate_up: FP8Weight  # [E, 2·I, H]: the I rows of gate, then of up
     down: FP8Weight  # [E, H, I]
-    powers_of_two: bool = False  # the scales of activations are powers of two
-    rows: FP8Rows | None = None  # x if it is quantised already
+    powers_of_two: bool = False  # whether the scales of activations are powers of two
+    rows: FP8Rows | None = None  # the tokens x if they are quantised already; None: `multiply` does
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -40,7 +40,7 @@ class FP8Experts(NamedTuple):
         return matrix_sizes(self.down.values)
 
     def tiles(self, num_slots: int) -> ExpertTiles:
-        """Look up how to cut the products of this many slots."""
+        """Look up the tiles for this many slots (a slot is one of the experts of a token)."""
         return expert_tiles(num_slots, self.sizes[0])
 
     def multiply(
@@ -52,27 +52,31 @@ class FP8Experts(NamedTuple):
         epilogues: Epilogues,
         parts: Tensor,
     ) -> None:
-        """Compute both products, as `ExpertWeights.multiply` says."""
-        gate_up, down, powers, rows = self
+        """Compute both products of a GPU, as `ExpertWeights.multiply` says."""
+        gate_up, down, powers_of_two, rows = self
         (experts, hidden, inner), slots = self.sizes, len(parts)
         assert epilogues.parts == 2
         assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
         assert gate_up.scale_rows == 1 or inner % BLOCK == 0
-        values, scales = quantise_rows_triton(x, powers) if rows is None else rows[:2]
+        if rows is None:
+            values, scales = quantise_rows_triton(x, powers_of_two)
+        else:
+            values, scales, _ = rows
+        # The result of the first product: its values and the scales of its groups.
         activated = torch.empty((slots, inner), dtype=FP8, device=parts.device)
-        of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
-        k, pairs = weights.shape[1], epilogues.sorted_adapters(alignment)
-        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
-        # Adapters read what is between the products as it was before it was rounded to FP8.
-        plain = None if pairs is None else torch.empty_like(activated, dtype=parts.dtype)
+        group_scales = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
+        adapters = epilogues.sorted_adapters(alignment)
+        added = None if adapters is None else adapters.gate_up(x, 2 * inner)
+        # Adapters read the first product's result before it was rounded to FP8.
+        plain = None if adapters is None else torch.empty_like(activated, dtype=parts.dtype)
         fp8_gate_up(
-            values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers, epilogues,
-            added, plain,
+            values, scales, gate_up, alignment, tiles, weights.shape[1], activated, group_scales,
+            powers_of_two=powers_of_two, epilogues=epilogues, added=added, plain=plain,
         )  # fmt: skip
         bias = epilogues.down_bias
-        fp8_down(activated, of_groups, down, weights, alignment, tiles, parts, bias)
-        if pairs is not None and plain is not None:
-            pairs.add_down_(parts, plain, weights)
+        fp8_down(activated, group_scales, down, weights, alignment, tiles, parts, bias)
+        if adapters is not None and plain is not None:
+            adapters.add_down_(parts, plain, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
@@ -81,6 +85,6 @@ class FP8Experts(NamedTuple):
 
     def _product(self, weight: FP8Weight, rows: Tensor, expert: int) -> Tensor:
         """Multiply rows [R, K] by the weight [N, K] of one expert, to [R, N] in float32."""
-        in_fp8 = quantise_rows(rows, powers_of_two=self.powers_of_two)
-        of_expert = FP8Weight(weight.values[expert], weight.scales[expert])
-        return fp8_linear_reference(in_fp8, of_expert)
+        quantised = quantise_rows(rows, powers_of_two=self.powers_of_two)
+        expert_weight = FP8Weight(weight.values[expert], weight.scales[expert])
+        return fp8_linear_reference(quantised, expert_weight)

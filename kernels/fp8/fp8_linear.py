@@ -1,4 +1,5 @@
-"""The matrix product of rows and a weight, both in FP8, as linear layers compute it."""
+"""The matrix product of rows and a weight, both in FP8, for linear layers. cuBLAS computes it where
+it is faster than our Triton kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _LIBRARY_ROWS = 384
-"""From this many rows on, cuBLAS is faster than our kernel, with any weight."""
+"""With at least this many rows, cuBLAS is faster than our kernel for any weight."""
 _FEW_LIBRARY_ROWS = 128
 _LIBRARY_RESULTS = 256 * 5120
-"""cuBLAS is faster from fewer rows on if the result has this many values (H200, layers of Qwen3-8B
-and Qwen3-30B-A3B)."""
+"""cuBLAS is also faster with at least `_FEW_LIBRARY_ROWS` rows if the result has at least this many
+values. Measured on an H200, with layers of Qwen3-8B and Qwen3-30B-A3B."""
 _LIBRARY_SCALES = 4
-"""cuBLAS reads the scales of a row of blocks in such numbers."""
+"""cuBLAS takes a weight only if the number of blocks along K is a multiple of this."""
 
 
 def fp8_linear(
@@ -28,14 +29,15 @@ def fp8_linear(
     *,
     dtype: torch.dtype,  # of the result
     out: Tensor | None = None,  # [M, N], the last axis contiguous
-    add: bool = False,  # to what `out` holds, in place
+    add: bool = False,  # whether the result is added to `out` in place
     rules: BitRules = BY_BATCH,
 ) -> Tensor:
-    """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
-    # Whether the library adds a bias before it rounds, as our kernel does, is not known.
-    of_library = x.values.is_cuda and (rules.cut_sums or bias is None)
-    of_library = of_library and library_multiplies(x, weight, dtype)
-    if not x.values.is_cuda or of_library:
+    """Compute x·Wᵀ + b [M, N], summed in float32, into `out` or a new tensor, and return it."""
+    # Under `BitRules.cut_sums` False, both must have equal bits. Our kernel adds a bias before it
+    # rounds; whether the library does too is not known, so it may not take a product with a bias.
+    use_library = x.values.is_cuda and (rules.cut_sums or bias is None)
+    use_library = use_library and library_multiplies(x, weight, dtype)
+    if not x.values.is_cuda or use_library:
         run = fp8_linear_library if x.values.is_cuda else fp8_linear_reference
         result = run(x, weight, bias)
         if out is None:
@@ -51,9 +53,11 @@ def fp8_linear(
 def fp8_linear_parts(
     x: FP8Rows, weight: FP8Weight, dtype: torch.dtype, rules: BitRules = BY_BATCH
 ) -> Tensor | None:
-    """Compute x·Wᵀ in partial sums where adding it to a residual would take a launch of its own.
+    """Compute x·Wᵀ as P partial sums, for a caller whose next kernel adds them to a residual, which
+    saves a launch.
 
-    Returns [P, M, N] in float32 or one part in `dtype`; None if `fp8_linear` is to compute it.
+    Returns [P, M, N] in float32, or [1, M, N] in `dtype`. None if the caller should call
+    `fp8_linear` with `add`: on a CPU, and where the Triton kernel does not cut sums.
     """
     if not x.values.is_cuda:
         return None
@@ -65,12 +69,12 @@ def fp8_linear_parts(
 
 
 def fp8_linear_reference(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
-    """`fp8_linear` in PyTorch, with a result in float32."""
+    """Compute `fp8_linear` in PyTorch, with a result in float32."""
     return F.linear(x.dequantise(), weight.dequantise(), None if bias is None else bias.float())
 
 
 def library_multiplies(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> bool:
-    """Whether cuBLAS takes this product, which it does on Hopper, and is faster than our kernel."""
+    """Return whether cuBLAS takes this product, on Hopper alone, and is faster than our kernel."""
     width, depth = weight.values.shape
     return (
         _pays(x.num_rows, width)
@@ -83,16 +87,14 @@ def library_multiplies(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> boo
 
 
 def _pays(rows: int, width: int) -> bool:
+    """Return whether cuBLAS is faster for a result [rows, width]."""
     few = rows >= _FEW_LIBRARY_ROWS and rows * width >= _LIBRARY_RESULTS
     return few or rows >= _LIBRARY_ROWS
 
 
 def fp8_linear_library(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute `fp8_linear` by cuBLAS in bfloat16; N is a multiple of 128 and K of 512.
-
-    x is as `quantise_rows` makes it on a GPU, with rows past the last; 128 rows of `weight` share a
-    scale.
-    """
+    """Compute `fp8_linear` by cuBLAS, [M, N] bfloat16. N is a multiple of 128 and K of 512, and 128
+    rows of `weight` share a scale. x is from `quantise_rows` on a GPU, which pads its rows."""
     result: Tensor = F.scaled_mm(
         x.values,
         weight.values.t(),

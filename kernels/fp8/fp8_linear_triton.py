@@ -1,9 +1,9 @@
 """The product of rows and a weight, both in FP8, in Triton.
 
-The matrix units add up the products of a block of 128; that sum is multiplied by the scales of rows
-and weights and added in float32, because the units keep only about 14 bits of a sum in FP8. Where
-there are few tiles the sums are cut (split-K): programs write parts of them, and a second launch
-adds these up in their order.
+The matrix units add up the products of a block of 128 values of K. That sum is multiplied by the
+scales of rows and weights and added in float32, because the units keep only about 14 bits of a sum
+in FP8. Where there are few tiles the sums are cut (split-K): programs write partial sums, and a
+second launch adds these up in their order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_tiles import (
     FP8LinearTiles,
-    copy_engine_reads,
     fitting_stages,
     fp8_linear_tiles,
+    tma_reads,
 )
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.add_splits_triton import add_splits
@@ -26,7 +26,8 @@ from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _GROUP = 8
-"""The number of neighbouring tiles of rows that are computed with the same weights."""
+"""Tiles of rows in a band. The programs of a band take the same weights one after another, so that
+these stay in the L2 cache."""
 
 
 def fp8_linear_triton(
@@ -36,7 +37,7 @@ def fp8_linear_triton(
     out: Tensor,  # [M, N], the last axis contiguous
     bias: Tensor | None = None,
     *,
-    add: bool = False,  # to what `out` holds, rounded once
+    add: bool = False,  # whether the result is added to `out`; the sum is rounded once
     tiles: FP8LinearTiles | None = None,  # None chooses from the table
     rules: BitRules = BY_BATCH,
 ) -> None:
@@ -50,7 +51,7 @@ def fp8_linear_triton(
     tiles = tiles or fp8_linear_tiles(rows, rules)
     splits = tiles.num_splits(rows, width, depth)
     if splits == 1:
-        _multiply(values, scales, weight, out, 1, tiles, bias, add)
+        _multiply(values, scales, weight, out, 1, tiles, bias, add=add)
         return
     parts = torch.empty((splits, rows, width), dtype=torch.float32, device=out.device)
     _multiply(values, scales, weight, parts, splits, tiles)
@@ -64,8 +65,8 @@ def fp8_linear_parts_triton(
     rows: int,
     tiles: FP8LinearTiles | None = None,
 ) -> Tensor | None:
-    """Compute x·Wᵀ of the first `rows` rows in one launch, as parts [P, M, N] float32 with P > 1;
-    None if the sums are not cut."""
+    """Compute x·Wᵀ of the first `rows` rows in one launch, as P > 1 partial sums [P, M, N] float32.
+    Return None if the tiles do not cut the sums. The arguments are those of `fp8_linear_triton`."""
     width, depth = weight.values.shape
     tiles = tiles or fp8_linear_tiles(rows, BY_BATCH)
     splits = tiles.num_splits(rows, width, depth) if rows else 1
@@ -84,12 +85,14 @@ def _multiply(
     splits: int,
     tiles: FP8LinearTiles,
     bias: Tensor | None = None,
+    *,
     add: bool = False,
 ) -> None:
-    """Compute the product, or its parts [splits, M, N] without a bias."""
+    """Launch the kernel: compute the product into `out` [M, N], or with several `splits` its
+    partial sums into `out` [splits, M, N], without a bias."""
     (rows, width), depth = out.shape[-2:], values.shape[1]
     grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(width, tiles.block_n), splits)
-    x, w, tma = values, weight.values, copy_engine_reads(depth, out.device)
+    x, w, tma = values, weight.values, tma_reads(depth, out.device)
     if tma:
         x = TensorDescriptor.from_tensor(values, [tiles.block_m, BLOCK])
         w = TensorDescriptor.from_tensor(weight.values, [tiles.block_n, BLOCK])
@@ -105,7 +108,8 @@ def _multiply(
 
 @triton.jit
 def block_product(x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x·weightᵀ of a block, or its transpose if SWAP; in float32, without scales."""
+    """Return x [M, K] · weight [N, K]ᵀ of a block, or its transpose if SWAP, in float32 and without
+    scales."""
     if INTERPRETED:  # which multiplies the bits of FP8 as integers
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
@@ -118,13 +122,15 @@ def block_product(x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def weight_scales(scales_ptr, row, step, steps, SCALE_ROWS: tl.constexpr):
-    """Load the scales of weight rows [N] in a step, or the one scale that they share."""
+    """Load the scales of weight rows `row` [N], or the one of a scalar `row`, in one of the `steps`
+    blocks along K."""
     return tl.load(scales_ptr + (row // SCALE_ROWS).to(tl.int64) * steps + step)
 
 
 @triton.jit
 def scaled(product, x_scales, w_scales, SWAP: tl.constexpr, SHARED: tl.constexpr):
-    """The product of a block times the scales of its rows [M] and of its weights, [N] or one."""
+    """Return the product of a block times the scales of its rows [M] and of its weights: [N], or
+    one scale if SHARED."""
     if SHARED:
         scales = x_scales * w_scales
         result = product * (scales[None, :] if SWAP else scales[:, None])
@@ -143,6 +149,11 @@ def _linear(
     SPLIT: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile [BLOCK_M, BLOCK_N] of the result, or one part of its sums.
+
+    Programs are ordered in bands of GROUP tiles of rows, and within a band by columns. A sum adds
+    steps of BLOCK_K values in ascending order; part `split` takes steps `begin` to `end` - 1.
+    """
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
     row_tiles = tl.cdiv(rows, BLOCK_M)
     column_tiles = tl.cdiv(width, BLOCK_N)
@@ -153,7 +164,8 @@ def _linear(
     first_column = within // height * BLOCK_N
     row = first_row + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
-    # Rows past the end repeat the last one, and columns past the last one others: without masks.
+    # Loads have no masks: rows past the end repeat the last one, and columns past the last one
+    # repeat others. Their results are not stored.
     own_row = tl.minimum(row, rows - 1)
     own_column = column % width
     scale_row = first_column if SHARED else own_column

@@ -4,7 +4,7 @@ starts. The kernels of `fp8_linear_triton.py` and `fp8_grouped_product_triton.py
 The loop over K takes 128 values a step: a block that shares scales. The sum of a block's products
 is multiplied by the scales before it is added to the result.
 
-TMA, the tensor memory accelerator, is the part of a GPU that copies whole tiles to shared memory.
+TMA, the tensor memory accelerator, is the unit of a GPU that copies whole tiles to shared memory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class FP8LinearTiles(NamedTuple):
 
 
 LINEAR = (
-    (16, FP8LinearTiles(16, 64, 4, 4, swap=True, programs=264)),
-    (32, FP8LinearTiles(32, 64, 4, 4, swap=True, programs=264)),
-    (512, FP8LinearTiles(64, 128, 4, 4, programs=264)),
-    (math.inf, FP8LinearTiles(128, 128, 8, 4)),
+    (16, FP8LinearTiles(16, 64, num_warps=4, num_stages=4, swap=True, programs=264)),
+    (32, FP8LinearTiles(32, 64, num_warps=4, num_stages=4, swap=True, programs=264)),
+    (512, FP8LinearTiles(64, 128, num_warps=4, num_stages=4, programs=264)),
+    (math.inf, FP8LinearTiles(128, 128, num_warps=8, num_stages=4)),
 )
-"""For Hopper: (the largest number of rows, tiles). Measured with `bench_kernels.py fp8 --tune` of
-commit 48f452c on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192
-rows."""
+"""For Hopper: (the largest number of rows, tiles). An H200 has 132 multiprocessors, so 264 programs
+are two for each. Measured with `bench_kernels.py fp8 --tune` of commit 48f452c on an H200, the
+layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
 def fp8_linear_tiles(rows: int, rules: BitRules) -> FP8LinearTiles:
@@ -132,7 +132,7 @@ def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
     return next(tiles for limit, tiles in EXPERTS if num_slots <= limit * num_experts)
 
 
-def copy_engine_reads(depth: int, device: torch.device) -> bool:
+def tma_reads(depth: int, device: torch.device) -> bool:
     """Whether TMA can read rows of `depth` FP8 values. On a CPU, where the interpreter runs the
     kernels, descriptors work as on a GPU with TMA."""
     return depth % _ALIGNED == 0 and (

@@ -24,8 +24,8 @@ LEAST = 2.0**-90
 class FP8Weight(NamedTuple):
     """A weight in FP8, or several of one shape.
 
-    R is ⌈N/128⌉ for scales that 128 rows share, or N for scales of each row: where rows of several
-    weights, which are no multiples of 128, follow each other, or stand in another order.
+    R is ⌈N/128⌉ if 128 rows share scales. R is N if each row has its own, because the rows of
+    several weights were joined or reordered, so that those of a block no longer stand together.
     """
 
     values: Tensor  # [..., N, K] e4m3; experts on a GPU also panels (`moe/tiled_layout.py`)
@@ -33,22 +33,22 @@ class FP8Weight(NamedTuple):
 
     @property
     def scale_rows(self) -> int:
-        """How many rows share a scale: 128, or 1."""
+        """The number of rows that share a scale: 128, or 1."""
         return 1 if self.scales.shape[-2] == self.values.shape[-2] else BLOCK
 
     def by_row(self) -> FP8Weight:
-        """This weight with scales of each row."""
+        """Return this weight with scales of each row (R = N)."""
         return FP8Weight(self.values, rows_of_scales(self.scales, self.values.shape[-2]))
 
     def dequantise(self) -> Tensor:
-        """The weight [..., N, K] in float32."""
+        """Compute the weight [..., N, K] in float32."""
         depth = self.values.shape[-1]
         scales = self.by_row().scales
         return self.values.float() * scales.repeat_interleave(BLOCK, -1)[..., :depth]
 
 
 def scales_shape(shape: torch.Size) -> tuple[int, ...]:
-    """The shape [..., ⌈N/128⌉, ⌈K/128⌉] of the scales of the blocks of a weight [..., N, K]."""
+    """Return the shape [..., ⌈N/128⌉, ⌈K/128⌉] of the scales of a weight [..., N, K]."""
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
@@ -62,14 +62,14 @@ def rows_of_scales(scales: Tensor, rows: int) -> Tensor:
 def quantise_fp8(weight: Tensor) -> FP8Weight:
     """Round a weight [..., N, K] to FP8, so that the largest value of each block becomes 448.
 
-    128 rows share a scale. A block of zeros stays zero; one with a value that is not finite has no
-    finite ones left.
+    128 rows share a scale. A block of zeros stays zero. In a block with an infinity or a NaN, no
+    value is finite any more.
     """
     *_, rows, depth = weight.shape
     wide = weight.float()
-    *_, down, across = scales_shape(weight.shape)
-    missing = (0, across * BLOCK - depth, 0, down * BLOCK - rows)
-    blocks = torch.nn.functional.pad(wide, missing).unflatten(-1, (across, BLOCK))
+    *_, down, across = scales_shape(weight.shape)  # the number of blocks in both directions
+    padding = (0, across * BLOCK - depth, 0, down * BLOCK - rows)
+    blocks = torch.nn.functional.pad(wide, padding).unflatten(-1, (across, BLOCK))
     blocks = blocks.unflatten(-3, (down, BLOCK))  # [..., down, BLOCK, across, BLOCK]
     scales = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
     by_row = rows_of_scales(scales, rows).repeat_interleave(BLOCK, -1)[..., :depth]

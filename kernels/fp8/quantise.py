@@ -22,12 +22,12 @@ from batchgen.kernels.layers.shared_part import SharedPart
 class FP8Rows(NamedTuple):
     """Rows of activations in FP8."""
 
-    values: Tensor  # [R, K] e4m3, contiguous; only `num_rows` rows mean something
-    scales: Tensor  # [⌈K/128⌉, R] float32, contiguous: the factors of groups
+    values: Tensor  # [R, K] e4m3, contiguous; the rows from `num_rows` on are padding
+    scales: Tensor  # [⌈K/128⌉, R] float32, contiguous: by what each group's values are multiplied
     num_rows: int  # M
 
     def dequantise(self) -> Tensor:
-        """The rows [M, K] in float32."""
+        """Compute the rows [M, K] in float32."""
         values = self.values[: self.num_rows].float()
         scales = self.scales[:, : self.num_rows].t().repeat_interleave(BLOCK, 1)
         return values * scales[:, : values.shape[1]]
@@ -46,17 +46,19 @@ def plain_rows(x: Tensor | RoundedRows) -> Tensor:
 
 
 def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
-    """Round rows [M, K], last axis contiguous, to FP8: the largest value of each group becomes 448.
+    """Round rows [M, K], last axis contiguous, to FP8, so that the largest value of each group of
+    128 becomes 448.
 
     A group with a value that is not finite has NaN as its scale. With `powers_of_two` scales are
-    rounded up to powers of two (ue8m0): a group's largest value is above 224 and at most 448.
+    rounded up to powers of two (ue8m0), so a group's largest value becomes more than 224 and at
+    most 448.
     """
     run = quantise_rows_triton if x.is_cuda else quantise_rows_reference
     return FP8Rows(*run(x, powers_of_two), len(x))
 
 
 def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` in PyTorch: values and scales, without rows that mean nothing."""
+    """Compute `quantise_rows` in PyTorch: values and scales, without padding rows."""
     depth = x.shape[1]
     wide = x.float()
     groups = F.pad(wide, (0, -depth % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -88,10 +90,11 @@ def rms_norm_quantised(
     shared: SharedPart | None = None,
     out: Tensor | None = None,
 ) -> FP8Rows:
-    """Normalise rows x [M, K], as `rms_norm` or with parts `rms_norm_of_sum` does, and round them
-    to FP8.
+    """Normalise rows x [M, K] as `rms_norm` does, and round them to FP8. `out` [M, K] gets the rows
+    before they are rounded to FP8.
 
-    `out` [M, K] gets the rows before they are rounded to FP8.
+    With `parts` [P, M, K], these and the output of a `shared` expert are added to x in place first,
+    as `rms_norm_of_sum` does.
     """
     if x.is_cuda:
         quantised = rms_norm_quantised_triton(
@@ -115,7 +118,7 @@ def rms_norm_both(
     parts: Tensor | None = None,
     shared: SharedPart | None = None,
 ) -> RoundedRows:
-    """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
+    """Compute `rms_norm_quantised`, and return the rows before they are rounded to FP8 as well."""
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = rms_norm_quantised(
         x, weight, eps, powers_of_two=powers_of_two, parts=parts, shared=shared, out=plain

@@ -1,4 +1,4 @@
-"""Quantises activations to FP8, in Triton."""
+"""Quantises activations to FP8, in Triton. Each group of 128 values of a row has a scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from batchgen.kernels.layers.rms_norm import sizes_of_parts
 from batchgen.kernels.layers.shared_part import SharedPart
 
 ROW_MULTIPLE = 16
-"""Rows are allocated in such numbers: cuBLAS reads the scales of a group in whole vectors."""
+"""The number of rows is padded to a multiple of this, because cuBLAS reads the scales of a group of
+all rows in whole vectors."""
 _GROUPS = 8
 """Groups that a program quantises: 1,024 values."""
 _LEAST = tl.constexpr(LEAST)
@@ -21,14 +22,15 @@ _LARGEST = tl.constexpr(LARGEST)
 
 
 def quantise_rows_triton(x: Tensor, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` in one launch: values and scales, of which only the first M rows are set."""
+    """Compute `quantise_rows` in one launch. Return the values [R, K] and the scales [⌈K/128⌉, R]
+    of `FP8Rows`, of which only the M rows of x are set."""
     return _quantised(x, x.shape[1], powers_of_two, silu=False)
 
 
 def silu_and_mul_quantised_triton(
     gate_up: Tensor, powers_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`silu_and_mul_quantised` in one launch: as `quantise_rows_triton`."""
+    """Compute `silu_and_mul_quantised` in one launch, returned as by `quantise_rows_triton`."""
     width = gate_up.shape[1]
     assert width % 2 == 0
     return _quantised(gate_up, width // 2, powers_of_two, silu=True)
@@ -85,7 +87,9 @@ def _empty(rows: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]
 @triton.jit
 def to_fp8(values, INTERPRETED: tl.constexpr):
     """Round float32 values of at most 448 to the nearest e4m3, ties to even."""
-    if INTERPRETED:  # which loses the carry of a mantissa that is rounded up
+    # Triton's interpreter rounds wrongly: it loses the carry of a mantissa that is rounded up. So
+    # values are rounded before, in float32, to what e4m3 has.
+    if INTERPRETED:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         normal = bits.to(tl.float32, bitcast=True)
@@ -97,8 +101,9 @@ def to_fp8(values, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Round groups of float32 values along an axis to e4m3: (values, scales of the groups), with a
-    NaN scale where a value is not finite."""
+    """Round groups of float32 values, each all values along an axis, to e4m3. Return the values and
+    the scales of the groups, NaN where a value of the group is not finite. With POWERS scales are
+    rounded up to powers of two."""
     infinite = float("inf")
     largest = tl.max(tl.where(values == values, tl.abs(values), infinite), axis)
     scales = tl.maximum(largest, _LEAST) / _LARGEST
@@ -114,7 +119,8 @@ def _quantise_rows(
     x_ptr, values_ptr, scales_ptr, x_stride, depth, scales_stride, POWERS: tl.constexpr,
     SILU: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program quantises some groups of one row."""
+    """Each program quantises GROUPS groups of one row, or silu(gate) · up if SILU, where up follows
+    `depth` values behind gate. Values past the row's end are 0 and not stored."""
     groups = tl.cdiv(depth, BLOCK)
     chunks = tl.cdiv(groups, GROUPS)
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -139,7 +145,8 @@ def _rms_norm_quantised(
     PARTS: tl.constexpr, KEEP: tl.constexpr, POWERS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises one row, to which it adds parts before, and quantises it."""
+    """Each program adds PARTS parts to one row x, normalises the sum, and quantises the result.
+    With PARTS the sum is stored in x, and with KEEP the normalised row in `out`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

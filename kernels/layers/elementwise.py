@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _VECTOR = 256
-"""Values; a multiple of what PyTorch computes at a time on every CPU, in every dtype."""
+"""A number of values that is a multiple of a vector's length on every CPU, in every dtype."""
 _PIECE = 64 * _VECTOR
 """Values per call: few enough that PyTorch does not divide them among threads."""
 

@@ -1,5 +1,5 @@
-"""A Triton function that loads tiles of a matrix product's operands, by the GPU's copy engine (TMA)
-or by addresses."""
+"""A Triton function that loads tiles of a matrix product's operands, through TMA (the GPU unit that
+copies whole tiles) or by addresses."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [T, heads, D] by angles with cos and sin [T, 1, D/2]."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)

@@ -1,5 +1,10 @@
-"""`latent_prepare.prepare_latent` in Triton: norm, rotation and the write to the cache in one
-launch."""
+"""`latent_prepare.prepare_latent` in Triton: what happens between the projections and latent
+attention, in one launch.
+
+In latent attention (DeepSeek-V2) the cache of a token is a latent of L values, which all heads
+share, and one rotated key of R values. The latent is normalised, the key and a part of each query
+are rotated, and latent and key are written to the cache.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,9 @@ def _prepare_latent(
     HEADS: tl.constexpr, QUERY: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     ROTATED: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program prepares one token: its latent, its key, and the queries of all heads."""
+    """Each program prepares one token: its latent, its key, and the queries of all heads,
+    HEAD_BLOCK heads at a time. Rotation pairs value i of the first half of a key or query with
+    value i of the second. Columns, pairs and heads past the last are masked."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF)
     paired = pair < ROTATED // 2
@@ -97,8 +104,9 @@ def _prepare_latent(
         normed = tl.where(broken > 0, 0.0, normed.to(tl.float32))
         first = tl.where(broken > 0, 0.0, first.to(tl.float32))
         second = tl.where(broken > 0, 0.0, second.to(tl.float32))
-        turned = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 0)
-        scale = tl.maximum(tl.maximum(tl.max(tl.abs(normed), 0), turned), _LEAST) / _LARGEST
+        # Latent and key share one scale.
+        key_largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 0)
+        scale = tl.maximum(tl.maximum(tl.max(tl.abs(normed), 0), key_largest), _LEAST) / _LARGEST
         tl.store(target + column, to_fp8(normed / scale, INTERPRETED), mask=inside)
         key = target + SIZE + pair
         tl.store(key, to_fp8(first / scale, INTERPRETED), mask=paired)
@@ -109,8 +117,8 @@ def _prepare_latent(
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]
         pointers = q_ptr + token * q_stride + head * QUERY + (QUERY - ROTATED) + pair[None, :]
         mask = (head < HEADS) & paired[None, :]
-        near = tl.load(pointers, mask=mask, other=0.0)
-        far = tl.load(pointers + ROTATED // 2, mask=mask, other=0.0)
-        near, far = rotate_pairs(near, far, cos[None, :], sin[None, :])
-        tl.store(pointers, near, mask=mask)
-        tl.store(pointers + ROTATED // 2, far, mask=mask)
+        query1 = tl.load(pointers, mask=mask, other=0.0)
+        query2 = tl.load(pointers + ROTATED // 2, mask=mask, other=0.0)
+        query1, query2 = rotate_pairs(query1, query2, cos[None, :], sin[None, :])
+        tl.store(pointers, query1, mask=mask)
+        tl.store(pointers + ROTATED // 2, query2, mask=mask)

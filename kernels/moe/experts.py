@@ -1,4 +1,9 @@
-"""The experts of a mixture: gated MLPs, of which each token goes through a few."""
+"""The routed experts of an MoE layer: E gated MLPs (H → I → H), of which each token goes through k.
+
+`grouped_mlp` computes them. A *slot* is one of the k choices of a token: slot t·k + j is choice j
+of token t. `PlainExperts` has weights in the dtype of the tokens; other formats have folders of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +42,19 @@ def grouped_mlp(
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j], or
     with biases, another gate or none as `epilogues` say.
 
-    The float32 sum over j has an order that depends on the token alone: the columns of `ids` on a
-    GPU, where a call gives the same bits every time, and the experts' order on a CPU. If
-    `num_routed`, the number of experts that tokens choose from, is above E, the id E stands for an
-    expert that is elsewhere, and is left out. A NaN in x or weights stays in its row.
+    The float32 sum over j has an order that depends on the token alone: j ascends on a GPU, and the
+    expert e on a CPU. A NaN in x or weights stays in its row.
 
-    `residual`, contiguous, gets the result added in place and is returned; else a new [T, H] is.
-    `shared` is called once and last, and what it returns is added too; a GPU rounds the sum of all
-    once.
+    Args:
+        experts: the weights of the E experts on this rank, in any format.
+        residual: contiguous; the result is added to it in place. None: the result is a new tensor.
+        shared: computes the output of the layer's shared expert. It is called once, after the
+            routed experts, and its result is added too. A GPU rounds the sum of all once.
+        num_routed: the number of experts that tokens choose from. If it is above E, the others are
+            on other ranks: all of them have the id E here, and are left out.
+
+    Returns:
+        [T, H], `residual` if it was given.
     """
     if weights.is_cuda:
         return grouped_mlp_triton(
@@ -67,8 +77,8 @@ def grouped_parts(
     weights: Tensor,
     epilogues: Epilogues = PLAIN,
 ) -> Tensor | None:
-    """Compute what `grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
-    where parts are not computed, which is on a CPU and without tokens."""
+    """Compute the parts that `grouped_mlp` adds up, for a caller whose next kernel adds them:
+    [k, T, H], dtype of x, the last axis contiguous. None on a CPU, and if there are no tokens."""
     if not weights.is_cuda or not len(weights):
         return None
     parts = grouped_parts_triton(x, experts, ids, weights, epilogues=epilogues)
@@ -76,7 +86,8 @@ def grouped_parts(
 
 
 class PlainExperts(NamedTuple):
-    """`ExpertWeights` in the dtype of tokens, on a GPU maybe in panels (`tiled_layout.py`)."""
+    """The weights of E experts in the dtype of the tokens: an `ExpertWeights`. On a GPU they may be
+    in panels, a layout in memory (`tiled_layout.py`)."""
 
     gate_up: Tensor  # [E, 2·I, H]: the I rows of gate, then of up; [E, I, H] without a gate
     down: Tensor  # [E, H, I]
@@ -107,12 +118,12 @@ class PlainExperts(NamedTuple):
         assert x.dtype == self.gate_up.dtype == self.down.dtype
         activated = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
         k, bias = weights.shape[1], epilogues.down_bias
-        pairs = epilogues.sorted_adapters(alignment)
-        added = None if pairs is None else pairs.gate_up(x, epilogues.parts * inner)
+        adapters = epilogues.sorted_adapters(alignment)
+        added = None if adapters is None else adapters.gate_up(x, epilogues.parts * inner)
         gate_up_product(x, self.gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
         down_product(activated, self.down, weights, alignment, tiles.down, parts, bias)
-        if pairs is not None:
-            pairs.add_down_(parts, activated, weights)
+        if adapters is not None:
+            adapters.add_down_(parts, activated, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` of plain rows on a CPU."""
@@ -131,7 +142,8 @@ def grouped_mlp_reference(
     weights: Tensor,
     epilogues: Epilogues = PLAIN,
 ) -> Tensor:
-    """`grouped_mlp` in PyTorch, as plainly as it can be written."""
+    """Compute `grouped_mlp` in PyTorch, one expert after another, for weights [E, 2·I, H] and [E,
+    H, I]."""
 
     def product(weight: Tensor, rows: Tensor, expert: int) -> Tensor:
         return rows @ weight[expert].t()
@@ -142,22 +154,22 @@ def grouped_mlp_reference(
 
 def mlp_of_products(
     x: Tensor,
-    gate_up: Callable[[Tensor, int], Tensor],  # of rows and an expert
+    gate_up: Callable[[Tensor, int], Tensor],
     down: Callable[[Tensor, int], Tensor],
     num_experts: int,
     ids: Tensor,
     weights: Tensor,
     epilogues: Epilogues,
 ) -> Tensor:
-    """Compute `grouped_mlp_reference` by functions that multiply rows [R, K] by the weight [N, K]
-    of one expert."""
-    of_slots = x.new_zeros((*ids.shape, x.shape[1]))
+    """Compute `grouped_mlp_reference` with any format of weights: gate_up(rows, expert) and
+    down(rows, expert) multiply rows [R, K] by that expert's weight [N, K] and return [R, N]."""
+    slot_results = x.new_zeros((*ids.shape, x.shape[1]))
     for expert in ids[ids < num_experts].unique().tolist():
-        token, slot = (ids == expert).nonzero(as_tuple=True)
+        token, choice = (ids == expert).nonzero(as_tuple=True)
         wide = gate_up(x[token], expert)
         if epilogues.gate_up_bias is not None:
             wide += epilogues.gate_up_bias[expert]
-        slots = token * ids.shape[1] + slot
+        slots = token * ids.shape[1] + choice
         if epilogues.adapters is not None:
             epilogues.adapters.add_gate_up_(wide, x[token], slots)
         inner = gated(wide, epilogues.clamped, epilogues.function)
@@ -166,8 +178,8 @@ def mlp_of_products(
             narrow += epilogues.down_bias[expert]
         if epilogues.adapters is not None:
             epilogues.adapters.add_down_(narrow, inner, slots)
-        of_slots[token, slot] = narrow.to(x.dtype)
+        slot_results[token, choice] = narrow.to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for values, weight in zip(of_slots.unbind(1), weights.unbind(1), strict=True):
+    for values, weight in zip(slot_results.unbind(1), weights.unbind(1), strict=True):
         out += values.float() * weight.unsqueeze(1)
     return out.to(x.dtype)

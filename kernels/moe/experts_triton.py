@@ -1,5 +1,7 @@
-"""Experts as grouped matrix products, in Triton: sort the slots, two products, sum over slots.
+"""Experts as grouped matrix products, in Triton.
 
+A *slot* is one of the k experts that a token chose: slot t·k + j is choice j of token t. The steps:
+sort the slots by expert (`moe_align`), compute two matrix products, and sum each token's slots.
 Each sum has a fixed order and nothing is added atomically: equal tokens give equal bits.
 """
 
@@ -31,7 +33,8 @@ class ExpertWeights(Protocol):
         """E, the number of experts on this rank, H and I."""
 
     def tiles(self, num_slots: int) -> Any:
-        """Look up how to cut the products of this many slots; `block_m` are the slots of a tile."""
+        """Look up the tiles of both products for this many slots. The result has an attribute
+        `block_m`, the slots of a tile; the rest is the format's own."""
 
     def multiply(
         self,
@@ -42,11 +45,11 @@ class ExpertWeights(Protocol):
         epilogues: Epilogues,
         parts: Tensor,  # [T·k, H], contiguous
     ) -> None:
-        """Compute the results of slots times their weights into `parts`, in the order of slots.
-        Tensors are contiguous, x in its last axis."""
+        """Compute both products on a GPU, and write each slot's result times its weight to `parts`,
+        in the order of slots. Tensors are contiguous, x in its last axis."""
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
-        """Compute `grouped_mlp` of plain rows on a CPU, without what is added to it."""
+        """Compute `grouped_mlp` on a CPU, without a residual and a shared expert."""
 
 
 def grouped_mlp_triton(
@@ -61,11 +64,11 @@ def grouped_mlp_triton(
     num_routed: int | None = None,
     tiles: Any = None,
 ) -> Tensor:
-    """Compute `experts.grouped_mlp` in four launches, six if there are many tokens; more if tokens
-    are quantised before, or weights dequantised.
+    """Compute `experts.grouped_mlp` in four launches, or six if there are many tokens. Quantising
+    tokens or dequantising weights takes more.
 
-    That ids are in range is not checked on a GPU. `tiles` says how the products are cut, as the
-    format of the weights has them; None chooses from its table.
+    That ids are in range is not checked. `tiles` are the tiles of both products, in the type of
+    `ExpertWeights.tiles`; None chooses them there.
     """
     parts = partial(
         grouped_parts_triton,
@@ -90,8 +93,8 @@ def grouped_parts_triton(
     num_routed: int | None = None,
     tiles: Any = None,
 ) -> Tensor:
-    """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
-    their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
+    """Compute the parts that `grouped_mlp_triton` adds up: each slot's result times its weight,
+    [T·k, H], dtype of x. T must be above 0. Parts of experts on other ranks are not written."""
     rank_experts, hidden, _ = experts.sizes
     assert x.shape[1] == hidden and x.stride(1) == 1
     assert weights.shape == ids.shape and len(ids) == len(x) and weights.is_contiguous()
@@ -122,8 +125,8 @@ def sum_of_slots(
     num_routed: int | None,  # on all ranks
     shared: Callable[[], SharedPart] | None,  # called last
 ) -> Tensor:
-    """Compute the parts and sum each token's slots whose expert is here: into `residual`, which is
-    added, or a new tensor like x."""
+    """Compute the parts, and sum each token's parts whose expert is on this rank. The sum is added
+    to `residual` in place, or written to a new tensor like x. Return the result [T, H]."""
     out = new_or_residual(x, residual)
     if len(x):
         parts = make_parts()
@@ -140,7 +143,7 @@ def moe_combine(
     *,
     add: bool,  # to what `out` holds
 ) -> None:
-    """Sum the k slots of each token in their order, in float32, and round once into `out`."""
+    """Sum the k parts of each token in their order, in float32, and round once into `out`."""
     tokens, hidden = out.shape
     values, gate = shared or (None, None)
     if shared is not None:
@@ -159,7 +162,7 @@ def _sum_slots(
     parts_ptr, out_ptr, ids_ptr, shared_ptr, gate_ptr, hidden, chunks, experts,
     K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program adds up one chunk of columns of one token, in the order of its slots."""
+    """Each program sums one chunk of BLOCK columns of one token, in the order of its slots."""
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden

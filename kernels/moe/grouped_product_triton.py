@@ -1,14 +1,19 @@
-"""The two matrix products of experts, in Triton: a tile of slots with the weights of their expert.
+"""The two matrix products of experts, in Triton: gate and up together, then down.
 
-The first product makes silu(gate) · up of each slot in sorted order (that of `Alignment.slots`), so
-that the rows of a tile lie side by side for the second. That one multiplies by the slot's weight
-and writes in the order of slots, in which a token's results lie side by side for their sum.
+A *slot* is one of the k experts that a token chose, and a row of the products. `moe_align` sorts
+the slots by expert (*sorted order*, `Alignment.slots`) and cuts them into tiles of BLOCK_M slots of
+one expert. A program computes one tile of slots times one tile of BLOCK_N columns, and adds K in
+steps of BLOCK_K values in ascending order.
 
-A program computes BLOCK_M slots times BLOCK_N columns. With few tokens, reading the weights takes
-all the time; then SWAP makes the weights the left operand, since Hopper's matrix instructions take
-at least 64 rows on the left, but as few as 8 columns on the right. With HALVE an expert's last tile
-that is at most half full is computed as one of half the rows. Tiled weights (`tiled_layout.py`) are
-read by the copy engine, one product for each panel of a step.
+The first product writes silu(gate) · up in sorted order, so that a tile's rows are contiguous for
+the second. The second multiplies by the slots' weights and writes in the order of slots, in which a
+token's results are contiguous for their sum.
+
+With few tokens, reading the weights takes all the time. Then SWAP makes the weights the left
+operand, and tiles are computed transposed: Hopper's matrix instructions take at least 64 rows on
+the left, but as few as 8 columns on the right. With HALVE a tile that is at most half full (an
+expert's last one) is computed with half the rows. With PANELS, weights are in panels of 64 columns
+(`tiled_layout.py`) that TMA loads, and a step is one product for each of its panels.
 """
 
 from __future__ import annotations
@@ -39,20 +44,20 @@ def gate_up_product(
     weight: Tensor,  # [E, 2·I, H] or its panels: the I rows of gate, then the rows of up
     alignment: Alignment,
     tiles: ProductTiles,
-    k: int,
+    slots_per_token: int,  # k
     out: Tensor,  # [T·k, I]
     epilogues: Epilogues = PLAIN,
     added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in sorted order. Adapters have `added` to the products before the gate."""
+    in sorted order. `added` is what adapters add to the products before the gate."""
     inner, hidden = out.shape[1], x.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
         x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, added, out,
         *alignment[:-1],
-        x.stride(0), k, inner, hidden, LIMIT=limit, SLOPE=slope,
+        x.stride(0), slots_per_token, inner, hidden, LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu", PARTS=epilogues.parts,
         **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
@@ -103,8 +108,8 @@ def _options(
 def _load_values(
     source, k, start, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr
 ):
-    """Load BLOCK_K values of tokens from `start` on, zeros past the last, in parts [BLOCK_M,
-    PART_K]."""
+    """Load the values `start` to start + BLOCK_K - 1 of the tokens, in parts [BLOCK_M, PART_K].
+    Values past the last one are 0, so that they add nothing. `k` is the index in a part."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         if EVEN_K:
@@ -122,8 +127,8 @@ def _load_parts(
     PANELS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PART_K: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K columns of weights from `start` on, as `load_weights`, in parts [BLOCK_N,
-    PART_K]."""
+    """Load the columns `start` to start + BLOCK_K - 1 of a weight, as `load_weights` does, in parts
+    [BLOCK_N, PART_K]."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         panel = (start + offset) // PART_K
@@ -136,7 +141,8 @@ def _load_parts(
 
 @triton.jit
 def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + Σ values·weightsᵀ over the parts of both, or the transpose of all that if SWAP."""
+    """Return acc [BLOCK_M, BLOCK_N] + Σ values·weightsᵀ over the parts of both, in their order.
+    With SWAP all is transposed."""
     for part in tl.static_range(len(values)):
         x, weight = values[part], weights[part]
         if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
@@ -157,6 +163,7 @@ def _gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile of slots times BLOCK_N columns of gate and the same of up."""
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
@@ -186,9 +193,12 @@ def _gate_up_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Compute the sorted slots from `first` to `end` - 1 of an expert times the columns from
+    `first_column` on, of gate and up (PARTS 2) or of up alone (PARTS 1)."""
     index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
-    # Rows past the end repeat the last one, and columns past the last one others: without masks.
+    # Loads have no masks: rows past the tile's end repeat its last one, and columns past the last
+    # one repeat others. Their results are not stored.
     slot = tl.load(slots_ptr + tl.minimum(index, end - 1))
     row = column % inner
     PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
@@ -219,7 +229,7 @@ def _gate_up_tile(
         up = with_added(up, added_ptr, slot, 2 * inner, inner + row, SWAP)
         result = gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty)
     else:
-        # Without a gate, what is called so is the only projection.
+        # Without a gate projection, the only one (up) is in the variable `gate`.
         gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = (gate * gate).to(out_ptr.dtype.element_ty)
     if SWAP:
@@ -235,6 +245,7 @@ def _down(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile of slots times BLOCK_N columns."""
     columns = tl.cdiv(hidden, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
@@ -263,6 +274,8 @@ def _down_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Compute the sorted slots from `first` to `end` - 1 of an expert times the columns from
+    `first_column` on. Rows and columns are as in `_gate_up_tile`; x is in sorted order."""
     index = first + tl.arange(0, BLOCK_M)
     last = tl.minimum(index, end - 1)
     column = first_column + tl.arange(0, BLOCK_N)

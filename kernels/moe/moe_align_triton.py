@@ -2,12 +2,13 @@
 
 A slot is one of the k choices of a token: slot t·k + j is choice j of token t. The grouped matrix
 products compute tiles of slots that share an expert. Only the device knows how many tiles there
-are, so products are launched for `most_tiles`, and programs past the real number end at once.
-Nothing waits for the host, so a CUDA graph may contain it.
+are, so products are launched for `most_tiles`, and programs past the real number end at once. The
+host does not wait for the device, so a CUDA graph may contain the launches.
 
-Few slots are sorted in one launch, with a program for each expert that reads all ids. Many are cut
-into chunks: one launch counts each chunk's experts, one adds up the counts of earlier chunks, and
-one sorts each chunk and puts its slots where these counts say. Both sort stably.
+Few slots are sorted in one launch, with a program for each expert that reads all ids. Many slots
+are cut into chunks: one launch counts the slots of each expert in each chunk, one adds the counts
+of earlier chunks up, and one sorts each chunk and writes its slots where these sums say. Both ways
+sort stably, so they give the same order.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from torch import Tensor
 FEW_SLOTS = 4096
 """One launch sorts up to this many slots."""
 _FEW_EXPERTS = 512
-"""One launch sorts slots of up to this many experts, as each of its programs counts all of them."""
+"""One launch sorts slots of up to this many experts, because each of its programs counts the slots
+of all experts."""
 _CHUNK = 1024
 """Slots of a chunk."""
 _COUNTS = 4096
-"""Counts that are added up at a time."""
+"""Counts that a program adds up at a time: those of some chunks, for all experts."""
 _TILES = 16
 """Tiles that a program writes."""
 
@@ -38,9 +40,9 @@ of tokens."""
 class Alignment(NamedTuple):
     """Slots by expert; all tensors are int32.
 
-    Other modules call the order of `slots` *sorted order*. Slots whose expert is on another rank
-    are not in it, and that many of its last entries are not written; nor are entries of tiles past
-    `num_tiles`.
+    Other modules call the order of `slots` *sorted order*. It leaves out slots whose expert is on
+    another rank; that many entries at its end are not written. Entries of tiles from `num_tiles` on
+    are not written either.
     """
 
     slots: Tensor  # [N], sorted by expert, ascending within an expert
@@ -57,7 +59,8 @@ class Alignment(NamedTuple):
 
 
 def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
-    """Return the most tiles that this many slots can need, however they are routed."""
+    """Return the most tiles that this many slots can need, whatever experts they chose. Each expert
+    that has slots may have one tile that is not full."""
     touched = min(num_slots, num_experts)
     return (num_slots + touched * (block_m - 1)) // block_m
 
@@ -104,7 +107,12 @@ def _align_expert(
     ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the slots and the tiles of one expert; BLOCK is at least `num_slots`."""
+    """Each program writes the slots and the tiles of one expert. BLOCK is at least `num_slots`, and
+    lanes past `num_slots` are masked.
+
+    It counts the slots of all experts. Those of lower experts come before its own, and so do their
+    tiles.
+    """
     MOST_TILES: tl.constexpr = (BLOCK + BLOCK_M - 1) // BLOCK_M
     own_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
@@ -144,8 +152,13 @@ def _add_counts(
     experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes TILES tiles and, for one chunk, where each expert's slots begin, less the
-    chunk's slots of earlier experts."""
+    """Each program does two things: it writes TILES of the tiles, and for one chunk, the offset by
+    which `_place_chunk` moves the slots of each expert.
+
+    The chunk's slots of expert e begin in sorted order after all slots of lower experts, and after
+    those of e in earlier chunks. In the sorted chunk they begin after its slots of lower experts.
+    The offset is the first number minus the second.
+    """
     own_chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
@@ -153,9 +166,9 @@ def _add_counts(
     for start in tl.range(0, chunks, COUNT_ROWS):
         chunk = start + tl.arange(0, COUNT_ROWS)[:, None]
         source = counts_ptr + chunk * BLOCK_E + expert[None, :]
-        some = tl.load(source, mask=chunk < chunks, other=0)
-        all_rows += some
-        rows_before += tl.where(chunk < own_chunk, some, 0)
+        counts_of_chunks = tl.load(source, mask=chunk < chunks, other=0)
+        all_rows += counts_of_chunks
+        rows_before += tl.where(chunk < own_chunk, counts_of_chunks, 0)
     counts = tl.sum(all_rows, axis=0)
     ends = tl.cumsum(counts, axis=0)
     if own_chunk < chunks:
@@ -169,12 +182,13 @@ def _add_counts(
     tile_ends = tl.cumsum(tile_counts, axis=0)
     total = tl.sum(tile_counts, axis=0)
     tile = own_chunk * TILES + tl.arange(0, TILES)
-    of_tile = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    chosen = expert[None, :] == of_tile[:, None]
+    # A tile's expert is the number of experts whose tiles all come before it.
+    tile_expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    chosen = expert[None, :] == tile_expert[:, None]
     index = tile - tl.sum(tl.where(chosen, (tile_ends - tile_counts)[None, :], 0), axis=1)
     end = tl.sum(tl.where(chosen, ends[None, :], 0), axis=1)
     begin = end - tl.sum(tl.where(chosen, counts[None, :], 0), axis=1) + index * BLOCK_M
-    tl.store(tile_experts_ptr + tile, of_tile, mask=tile < total)
+    tl.store(tile_experts_ptr + tile, tile_expert, mask=tile < total)
     tl.store(tile_firsts_ptr + tile, begin, mask=tile < total)
     tl.store(tile_ends_ptr + tile, tl.minimum(begin + BLOCK_M, end), mask=tile < total)
     if own_chunk == 0:
@@ -186,7 +200,9 @@ def _place_chunk(
     ids_ptr, starts_ptr, slots_ptr, num_slots, experts,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program sorts the slots of one chunk and writes them to their places."""
+    """Each program sorts the slots of one chunk by expert and writes each to its place: its index
+    in the sorted chunk plus the expert's offset from `_add_counts`. The sort is stable, because a
+    key is the expert and then the index in the chunk."""
     first = tl.program_id(0) * CHUNK
     index = tl.arange(0, CHUNK)
     # Slots past the last one are sorted behind all others, as slots of experts elsewhere are.

@@ -25,8 +25,8 @@ class ProductTiles(NamedTuple):
     swap: bool = False  # the weights are the left operand of the matrix instruction
     halve: bool = False  # if at most half of a tile's rows are used, compute only that half
     # Whether one program per multiprocessor computes one tile after another, and reads both
-    # operands through TMA (the GPU's copy engine). Only in the second product, for weights in
-    # panels, with one panel per step, and without `swap` and `halve`.
+    # operands through TMA (the GPU unit that copies whole tiles). Only in the second product, for
+    # weights in panels, with one panel per step, and without `swap` and `halve`.
     persistent: bool = False
 
 
@@ -42,6 +42,7 @@ FLOAT32 = MoETiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
 """For float32. The matrix units do not take it, so its operands need registers: hence small
 tiles."""
 
+# The numbers of `ProductTiles` are block_n, block_k, num_warps and num_stages.
 TABLE = (
     (0.7, MoETiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
     (

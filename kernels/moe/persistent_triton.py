@@ -1,10 +1,12 @@
 """The second product of experts by persistent programs, in Triton: each computes tile after tile
 instead of one.
 
-A product of few steps spends much time on a tile's first loads and on writing it. Here the loops
-over tiles and over steps are one to the compiler, so the next tile is loaded while the last one is
-written. The copy engine reads both operands: a tile's rows lie side by side, and those past its
-end, of another expert or zeros, are not written.
+A *slot* is one of the experts that a token chose, and a row of the products. A product of few steps
+along K spends much time on a tile's first loads and on writing it. Here the compiler makes one loop
+of the loops over tiles and steps, so the next tile is loaded while the last one is written. TMA
+(the GPU unit that copies whole tiles) loads both operands, since a tile's rows are contiguous. It
+also loads rows past the tile's end, which are another expert's or zeros; their results are not
+written.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
 from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 _INTERPRETED_PROGRAMS = 3
+"""Programs of Triton's interpreter: more than one, so that tests divide the tiles among several."""
 
 
 def persistent_down_product(
@@ -33,7 +36,8 @@ def persistent_down_product(
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """`grouped_product_triton.down_product` of weights in panels."""
+    """Compute `grouped_product_triton.down_product`, with the same arguments, for weights in
+    panels (`tiled_layout.py`)."""
     assert are_panels(weight) and tiles.block_k == PANEL
     hidden, inner = out.shape[1], x.shape[1]
     programs = device_programs(x.device) if x.is_cuda else _INTERPRETED_PROGRAMS
@@ -52,6 +56,8 @@ def _down_tiles(
     tile_ends_ptr, num_tiles_ptr, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes every num_programs-th tile of BLOCK_M slots times BLOCK_N columns. A
+    sum adds panels of BLOCK_K values in ascending order."""
     columns = tl.cdiv(hidden, BLOCK_N)
     total = tl.load(num_tiles_ptr) * columns
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):

@@ -1,10 +1,13 @@
-"""The tiled layout of experts' weights in memory, for which the copy engine of a GPU reads whole
-tiles.
+"""The layout of experts' weights in panels, in which a GPU reads whole tiles.
 
-A matrix [N, K] is kept as [K / P, N, P]: one panel of P columns after another, which are 128 bytes
-of a row, 64 values of 16 bits or 128 of FP8. So the tile that the copy engine reads at once, some
-rows of a panel, is one stretch of memory, which DRAM yields faster than pieces of 128 bytes.
-Experts [E, N, K] become [E, K / P, N, P]: kernels know panels by their four axes.
+TMA, the tensor memory accelerator, is the unit of a GPU that copies tiles of a matrix to shared
+memory. A tile is some rows of a matrix [N, K] and 128 bytes of each. In the usual layout these
+bytes stand apart, one piece in each row. So the matrix is stored as [K / P, N, P]: panels of P
+columns, one panel after another, where P columns are 128 bytes (64 values of 16 bits, or 128 of
+FP8). Then a tile is contiguous, which DRAM reads faster than pieces of 128 bytes.
+
+The matrices [E, N, K] of E experts become panels [E, K / P, N, P]. Kernels recognise panels by
+their four axes.
 """
 
 from __future__ import annotations
@@ -13,20 +16,23 @@ import torch
 from torch import Tensor
 
 _PANEL_BYTES = 128
-"""The widest row that the copy engine swizzles."""
+"""Bytes of a row in a panel. It is the widest row that TMA swizzles, which means that it permutes
+the row's bytes in shared memory so that the matrix units read them without bank conflicts."""
 PANEL = 64
-"""Columns of a panel of 16-bit values."""
+"""Columns of a panel of 16-bit values: `panel_columns` of bfloat16 and float16."""
 
 
 def panel_columns(dtype: torch.dtype) -> int:
-    """Return the columns of a panel of values of this dtype: 64 of 16 bits, 128 of FP8."""
+    """Return P, the columns of a panel, for this dtype: 64 for 16 bits, 128 for FP8."""
     return _PANEL_BYTES // dtype.itemsize
 
 
 def keeps_panels(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether matrices of these widths K are tiled: on GPUs, if panels divide them all.
+    """Return whether matrices with these widths K are stored in panels: on GPUs, if P divides every
+    width.
 
-    The matrix units do not take float32, whose operands need registers.
+    float32 is not, because the matrix units do not take it, and so its operands do not come from
+    shared memory.
     """
     fits = dtype.itemsize <= 2 and all(width % panel_columns(dtype) == 0 for width in widths)
     return device.type == "cuda" and fits
@@ -35,7 +41,7 @@ def keeps_panels(device: torch.device, dtype: torch.dtype, *widths: int) -> bool
 def panels_shape(
     experts: int, rows: int, columns: int, dtype: torch.dtype
 ) -> tuple[int, int, int, int]:
-    """Return the shape of the panels of matrices [E, N, K]."""
+    """Return the shape [E, K / P, N, P] of the panels of matrices [E, N, K]."""
     width = panel_columns(dtype)
     return experts, columns // width, rows, width
 
@@ -52,7 +58,7 @@ def rows_of_panels(panels: Tensor) -> Tensor:
 
 
 def are_panels(weights: Tensor) -> bool:
-    """Whether these are panels [E, K / P, N, P], and not matrices [E, N, K]."""
+    """Return whether weights are panels [E, K / P, N, P] rather than matrices [E, N, K]."""
     return weights.ndim == 4
 
 

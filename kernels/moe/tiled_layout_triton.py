@@ -1,7 +1,7 @@
 """Loads tiles of experts' weights, in Triton, for the kernels of experts.
 
-Weights in panels (`tiled_layout.py`) are read through TMA, the GPU's copy engine; other weights by
-their addresses.
+Weights in panels (`tiled_layout.py`) are loaded through TMA, the GPU unit that copies whole tiles;
+other weights by their addresses.
 """
 
 from __future__ import annotations

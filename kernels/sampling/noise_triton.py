@@ -1,4 +1,9 @@
-"""Philox words and Gumbel noise, as `philox` defines them, in Triton."""
+"""Random 32-bit words of the generator Philox, and Gumbel noise made of them, in Triton.
+
+`philox.py` is the PyTorch reference: a word is a function of the seed, the position, the stream
+(the purpose), the draw and the column (a token id). Tokens are drawn as the argmax of logits plus
+Gumbel noise, -log(-log(uniform)).
+"""
 
 from __future__ import annotations
 
@@ -30,21 +35,22 @@ def uniform_triton(words):
 @triton.jit
 def gumbel(words, NVIDIA: tl.constexpr):
     """Compute `philox.gumbel_noise`, up to rounding."""
-    u = uniform_triton(words)
-    rest = 1 - u
-    # The logarithm of a `rest` near 1 is small, and the approximate one is too coarse for it: there
-    # a longer series takes its place. The series is in 1 - rest, not in u, because the reference
-    # takes the logarithm of the rounded `rest`.
-    z = tl.where(u < 2.0**-10, u, 1 - rest)
+    uniform = uniform_triton(words)
+    rest = 1 - uniform
+    # -log(rest) is a number of the exponential distribution. If `rest` is near 1, its logarithm is
+    # small, and `approximate_log` is too coarse for it. There the Taylor series of -log(1 - z)
+    # replaces it. Except for tiny numbers z is 1 - rest, not uniform, because the reference takes
+    # the logarithm of `rest`, which is rounded.
+    z = tl.where(uniform < 2.0**-10, uniform, 1 - rest)
     series = (((((z * (1 / 6) + 1 / 5) * z + 1 / 4) * z + 1 / 3) * z + 0.5) * z + 1) * z
-    exponential = tl.where(u < 2.0**-4, series, -approximate_log(rest, NVIDIA))
+    exponential = tl.where(uniform < 2.0**-4, series, -approximate_log(rest, NVIDIA))
     return -approximate_log(exponential, NVIDIA)
 
 
 @triton.jit
 def philox_words(seed, position, counters, stream, draw=0):
-    """Compute the four words of each counter, of the columns 4·counter to 4·counter + 3; `stream`
-    and `draw` are constants or uint32."""
+    """Compute the words of the columns 4·counter to 4·counter + 3 for each of `counters`, as four
+    tensors like `counters`. `stream` and `draw` are constants or uint32."""
     counters = counters.to(tl.uint32)
     zeros = tl.zeros_like(counters)
     return tl.philox(seed, counters, zeros + position.to(tl.uint32), zeros + draw, zeros + stream)
@@ -56,6 +62,7 @@ def chunk_noise(
 ):  # fmt: skip
     """Compute the Gumbel noise [CHUNK] of the columns from `start` on, which is a multiple of 4."""
     counters = start // 4 + tl.arange(0, CHUNK // 4)
-    a, b, c, d = philox_words(seed, position, counters, stream, draw)
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    words0, words1, words2, words3 = philox_words(seed, position, counters, stream, draw)
+    # In the order of columns: word 0, 1, 2 and 3 of the first counter, then of the second, ...
+    words = tl.interleave(tl.interleave(words0, words2), tl.interleave(words1, words3))
     return gumbel(words, NVIDIA)

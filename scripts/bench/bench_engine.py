@@ -43,6 +43,7 @@ _ENGINE_OPTIONS: dict[str, Any] = {
 
 
 def figures_of(run: Run) -> dict[str, Any]:
+    """Return a run's fields and the rates that follow from them, for `--json`."""
     tokens = run.prompt_tokens + run.output_tokens
     return asdict(run) | {
         "output_tokens_per_s": run.output_tokens / run.seconds,
@@ -90,7 +91,9 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
-    parser.add_argument("--columns", type=commas(str), default=[], help="of every request")
+    parser.add_argument(
+        "--columns", type=commas(str), default=[], help="output columns of all rows"
+    )
     parser.add_argument("--quantization", type=commas(str, ("none", "fp8")), default=["none"])
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--requests", type=int, help="only the first so many of each workload")
@@ -103,11 +106,13 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
+    """Load the model of the options, with an engine for it. Options that are None keep the
+    defaults of `EngineConfig`."""
     names = (*_ENGINE_OPTIONS, "overlap", "cuda_graph")
-    given = {name: getattr(options, name) for name in names}
+    values = {name: getattr(options, name) for name in names}
     return Bench(
         options.model,
-        EngineConfig(**{name: value for name, value in given.items() if value is not None}),
+        EngineConfig(**{name: value for name, value in values.items() if value is not None}),
         routing=options.routing,
         columns=tuple(options.columns),
         quantization="fp8" if quantization == "fp8" else None,
@@ -117,26 +122,28 @@ def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
 
 
 def run_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run workloads, each beside the physical floor of its work.
+    """Time workloads, and compare each with its floor: the time that no implementation can beat.
 
-    Printed is how the time divides into prefill, decode and a device that waits for the host. Of a
-    model with experts, random weights route less evenly than chance does (`--routing uniform`), and
-    the dummy weights of other engines may let all tokens go to the same experts (`--routing same`).
+    The output says how the time divides into prefill, decode, and a device that waits for the host.
+    If the model has experts, its random weights route tokens less evenly than chance does
+    (`--routing uniform`). The dummy weights of other engines may send all tokens to the same
+    experts (`--routing same`).
     """
     here = measure_rates()
     if here:
         print(here)
-    found = []
+    results = []
     for quantization in options.quantization:
         if len(options.quantization) > 1:
             print(f"quantization {quantization}")
-        found.append(run_workloads(options, quantization, here))
-    return found
+        results.append(run_workloads(options, quantization, here))
+    return results
 
 
 def run_workloads(
     options: argparse.Namespace, quantization: str, here: Rates | None
 ) -> dict[str, Any]:
+    """Time all workloads in one engine. `here` are the rates of this GPU; None on a CPU."""
     bench = make_bench(options, quantization)
     warm_up = bench.warm_up(options.workload, options.temperature)
     print(

@@ -1,4 +1,5 @@
-"""Measure what a job costs beside its engine.
+"""Measure what the job layer costs: the work of a job besides its engine's, such as reading rows,
+writing shards and grading. The engine here computes nothing.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 """
@@ -27,16 +28,16 @@ KINDS = ("plain", "grades", "report", "grades and report")
 
 
 class Took(NamedTuple):
-    """The seconds of the clock and of the processor that a job took, and of the clock those in
-    which the rows were graded and scored when all were there."""
+    """How long a job took, in seconds."""
 
-    seconds: float
-    cpu: float
-    grading: float
+    seconds: float  # by the clock
+    cpu: float  # of the processor, child processes included
+    grading: float  # by the clock, for grading and scoring after the last row
 
 
 def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bool) -> Took:
-    """Run one job in an empty folder, and check that its memory is flat."""
+    """Run one job of a kind of `KINDS` in an empty folder, and return its times. `per_step` rows
+    end in each step. With `shown`, print the times and check that memory stayed flat."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     engine, grading, path = InstantEngine(per_step), 0.0, folder / "rows.jsonl"
@@ -89,12 +90,12 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
     Rows are streamed from JSONL, and prompts are ready-made token ids, so the figures contain
     neither tokenizing nor a model. The exit code is 1 if the resident memory grew by more than 10%
     after a tenth of the rows. With --grade and --report the job runs again in every round with
-    integer grades, with report.html or with both. Printed is what these add to the plain job of the
-    same round, by the clock and in CPU seconds of this process and of all that it started. Two jobs
-    on a shared machine may differ by more than that, so printed is also what grading and scoring
-    took within its own job. Each kind first runs with few rows, so that none counts the imports.
+    integer grades, with report.html or with both. The output is what these add to the plain job of
+    the same round, by the clock and in CPU seconds of this process and of its children. Two jobs on
+    a shared machine may differ by more than that, so the output also says what grading and scoring
+    took within their own job. Each kind first runs with few rows, so that no figure has imports.
     """
-    # Memory is read about every 1000 rows, and once at least in the first tenth of them.
+    # Memory is read about every 1000 rows, so that many must be in the first tenth.
     least = 10 * (1000 + options.per_step)
     if options.rows < least:
         raise SystemExit(f"--rows must be at least {least}, or there is no figure at 10% of them")
@@ -103,31 +104,32 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
         for kind in KINDS[1:]
         if (options.grade or "grades" not in kind) and (options.report or "report" not in kind)
     ]
-    found: dict[str, list[Took]] = {kind: [] for kind in ("plain", *kinds)}
+    # The times of plain jobs; of the other kinds, what they add to them as fractions.
+    results: dict[str, list[Took]] = {kind: [] for kind in ("plain", *kinds)}
     with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
         folder = Path(temporary) / "job"
         for kind in kinds:
             run_null_job(folder, options.warm_up_rows, options.per_step, kind, shown=False)
         for _ in range(options.rounds):
             plain = run_null_job(folder, options.rows, options.per_step, "plain", shown=True)
-            found["plain"].append(plain)
+            results["plain"].append(plain)
             for kind in kinds:
                 took = run_null_job(folder, options.rows, options.per_step, kind, shown=False)
                 own = took.grading / (took.seconds - took.grading)
                 added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1, own)
-                found[kind].append(added)
+                results[kind].append(added)
                 print(
                     f"{kind}: {took.seconds:.1f} s ({added.seconds:+.1%}), {took.cpu:.1f} s CPU "
                     f"({added.cpu:+.1%}); grading took {took.grading:.2f} s, {own:.1%} of the rest",
                     flush=True,
                 )
     for kind in kinds:
-        clock, cpu, own = (median(values) for values in zip(*found[kind], strict=True))
+        clock, cpu, own = (median(values) for values in zip(*results[kind], strict=True))
         print(
             f"{kind} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the "
             f"rest of its job (medians of {options.rounds})"
         )
-    return [{kind: [took._asdict() for took in all_took]} for kind, all_took in found.items()]
+    return [{kind: [took._asdict() for took in all_took]} for kind, all_took in results.items()]
 
 
 MODES = {"job": Mode(add_job_arguments, run_jobs)}

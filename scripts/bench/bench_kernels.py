@@ -27,8 +27,8 @@ class Section(NamedTuple):
     """One kind of kernel: a function that yields its cases, and the defaults of options."""
 
     cases: Callable[[argparse.Namespace], Iterator[Case]]
-    shape: str  # of `--shape`
-    tokens: str  # of `--tokens`
+    shape: str  # the default of `--shape`
+    tokens: str  # the default of `--tokens`
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
@@ -63,21 +63,21 @@ def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
 
 
 def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
-    """Time the cases of a section; options that were not given have the section's defaults."""
+    """Time the cases of a section. Options that are None get the section's defaults."""
     section = SECTIONS[name]
     defaults: dict[str, Any] = {
         "shape": "tiny" if options.tiny else section.shape,
         "tokens": commas(int)("3" if options.tiny else section.tokens),
     }
-    given = {key: value for key, value in vars(options).items() if value is not None}
-    options = argparse.Namespace(**vars(options) | defaults | given)
+    chosen = {key: value for key, value in vars(options).items() if value is not None}
+    options = argparse.Namespace(**vars(options) | defaults | chosen)
     return [timed(case, rates) for case in section.cases(options)]
 
 
 def main(arguments: list[str] | None = None) -> list[Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--shape", help="of a model")
+    parser.add_argument("--shape", help="a model whose layers are timed, such as 30b-a3b")
     parser.add_argument("--tokens", type=commas(int), help="comma separated")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")

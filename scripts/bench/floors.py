@@ -1,4 +1,5 @@
-"""The time of a workload that no implementation can beat on a GPU of given rates."""
+"""Floors: the time of a workload that no implementation can beat on a GPU of given rates. They
+follow from the operations and the bytes that the model's shape requires."""
 
 from __future__ import annotations
 
@@ -41,13 +42,14 @@ class Floor:
 class ExpertWeights(NamedTuple):
     """The sizes of a model's experts."""
 
-    layers: int  # with experts
-    experts: int  # of a layer
-    per_token: int
-    each: int  # weights of an expert
+    layers: int  # the layers that have experts
+    experts: int  # the experts of a layer
+    per_token: int  # the experts that a token goes to, in a layer
+    each: int  # the weights of one expert
 
     @property
     def of_token(self) -> int:
+        """The weights that one token is multiplied by, in all layers."""
         return self.layers * self.per_token * self.each
 
     def touched(self, tokens: int) -> float:
@@ -55,24 +57,27 @@ class ExpertWeights(NamedTuple):
         return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
 
     def read(self, tokens: int) -> float:
+        """The weights of these experts, in all layers."""
         return self.layers * self.touched(tokens) * self.each
 
 
 class Mixers(NamedTuple):
-    """What the attention and the recurrences of all layers cost together."""
+    """What the mixers (attention and recurrences) of all layers cost together."""
 
     params: int
-    attention_flops: int  # of a pair of a token and one that it sees, in layers without a window
-    kv_bytes: int  # of a token, in layers without a window
-    state_bytes: int = 0  # of a row
-    state_flops: int = 0  # of a token: two for each value of a state in each of three products
+    attention_flops: int  # per pair of a token and one that it sees, in layers without a window
+    kv_bytes: int  # per token, in layers without a window
+    state_bytes: int = 0  # the recurrent states of a row (a sequence)
+    state_flops: int = 0  # per token: two for each value of a state in each of three products
     window: int = 0  # the tokens that layers with a window see
-    window_flops: int = 0  # of a pair of tokens in these layers
-    window_bytes: int = 0  # of a token in these layers
+    window_flops: int = 0  # per pair of tokens, in these layers
+    window_bytes: int = 0  # per token, in these layers
 
     def prefill_flops(self, length: int) -> float:
-        """Operations of causal attention over a prompt."""
-        before = max(length - self.window, 0)  # tokens that the last one's window has passed
+        """Count the operations of causal attention and recurrences over a prompt."""
+        # A token sees half of `length` tokens on average. Of these length²/2 pairs, before²/2 are
+        # outside a window.
+        before = max(length - self.window, 0)
         return (
             self.attention_flops * length**2 / 2
             + self.window_flops * (length**2 - before**2) / 2
@@ -80,7 +85,7 @@ class Mixers(NamedTuple):
         )
 
     def read_bytes(self, contexts: Sequence[int]) -> int:
-        """Bytes of keys and values that rows of this many tokens read in a step."""
+        """Count the bytes of keys and values that rows of these lengths read in a step."""
         seen = sum(min(length, self.window) for length in contexts)
         return self.kv_bytes * sum(contexts) + self.window_bytes * seen
 
@@ -91,7 +96,7 @@ def mixers(config: ModelConfig) -> Mixers:
         return _latent_mixers(config, family.latent)
     if isinstance(family, HybridConfig):
         layers, shape = family.attention_layers, family.delta
-        # Of queries, keys and values, the gate, and the output.
+        # The weights of the queries, keys and values, of the gate, and of the output.
         network = size * (shape.channels + 2 * shape.values + 2 * shape.num_value_heads)
         recurrent, gate = config.num_layers - len(layers), int(family.output_gate)
     elif isinstance(family, MambaConfig):
@@ -112,7 +117,7 @@ def mixers(config: ModelConfig) -> Mixers:
 
 
 def _token_bytes(config: ModelConfig, spec: AttentionSpec) -> int:
-    """Count what a layer keeps of a token."""
+    """Count the bytes that a layer caches of a token."""
     in_fp8 = config.kv_cache_dtype == "fp8"
     return replace(spec, in_fp8=in_fp8).token_bytes(torch.bfloat16)
 
@@ -125,28 +130,31 @@ def mamba_attention(config: ModelConfig, family: MambaConfig) -> tuple[int, ...]
 
 
 def _attention_mixers(config: ModelConfig, family: DenseConfig) -> Mixers:
-    """Count layers of attention, which may differ in their heads and windows."""
-    found = Mixers(0, 0, 0, window=max(filter(None, family.layer_windows), default=0))
+    """Add up layers of attention, which may differ in their heads and windows."""
+    total = Mixers(
+        0, attention_flops=0, kv_bytes=0, window=max(filter(None, family.layer_windows), default=0)
+    )
     for layer in range(config.num_layers):
         spec = family.attention_of(layer)
         one_product = isinstance(family, Gemma4Config) and family.keys_are_values
-        of_keys = 1 if one_product and spec.window is None else 2
-        heads = 2 * spec.num_heads + of_keys * spec.num_kv_heads
-        found = found._replace(params=found.params + config.hidden_size * spec.head_dim * heads)
+        kv_products = 1 if one_product and spec.window is None else 2
+        heads = 2 * spec.num_heads + kv_products * spec.num_kv_heads
+        total = total._replace(params=total.params + config.hidden_size * spec.head_dim * heads)
         flops, kv_bytes = 4 * spec.num_heads * spec.head_dim, _token_bytes(config, spec)
         if spec.window is None:
-            found = found._replace(
-                attention_flops=found.attention_flops + flops, kv_bytes=found.kv_bytes + kv_bytes
+            total = total._replace(
+                attention_flops=total.attention_flops + flops, kv_bytes=total.kv_bytes + kv_bytes
             )
         else:
-            found = found._replace(
-                window_flops=found.window_flops + flops, window_bytes=found.window_bytes + kv_bytes
+            total = total._replace(
+                window_flops=total.window_flops + flops, window_bytes=total.window_bytes + kv_bytes
             )
-    return found
+    return total
 
 
 def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
-    """Count latent attention, its operations in the expanded form, which has fewer."""
+    """Add up layers of latent attention. The operations are those of the expanded form, in which
+    latents become keys and values of all heads, because it has fewer than the absorbed form."""
     size, layers, heads = config.hidden_size, config.num_layers, shape.num_heads
     queries = heads * shape.query_size
     rank = shape.query_rank
@@ -192,12 +200,12 @@ def floor_seconds(
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
-    Prefill takes the time of its operations: two per weight and token, recurrences, and causal
-    attention, within its window if a layer has one. A decode step takes the longer of reading all
-    weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
-    the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
-    half the bytes and twice the rate; experts in MXFP4, and layers in 4 bits, have fewer bytes and
-    the usual rate.
+    Prefill takes the time of its operations: two per weight and token, those of recurrences, and
+    those of causal attention, within a layer's window if it has one. A decode step takes the time
+    to read all weights once (of experts, those that its rows go to, routed uniformly) or to
+    multiply by them, whichever is longer. Then it reads the keys and values that every row sees,
+    and reads and writes the rows' states. Layers in FP8 have half the bytes and twice the rate;
+    experts in MXFP4, and layers in 4 bits, have fewer bytes and the usual rate.
     """
     speed = 2 if in_fp8 else 1
     size = _BYTES_PER_VALUE / speed if in_four_bits is None else in_four_bits.value_bytes

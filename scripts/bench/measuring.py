@@ -1,4 +1,5 @@
-"""What all benchmarks share: rates of a GPU, times of launches, facts of a process, results."""
+"""What all benchmarks share: options, subcommands (modes), results as JSON, a process's memory, a
+GPU's rates, and the times of kernel launches."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ T = TypeVar("T")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 _GRAPH_MICROSECONDS = 5000
-"""About how long the replay of a CUDA graph of launches takes."""
+"""About how long one replay of a CUDA graph of timed launches should take."""
 
 
 def commas(kind: Callable[[str], T], among: Collection[T] = ()) -> Callable[[str], list[T]]:
-    """Make the argparse type of values between commas, each one of `among` if that is given."""
+    """Make the argparse type of values between commas. Each must be one of `among`, unless that is
+    empty."""
 
     def read(text: str) -> list[T]:
         values = [kind(part) for part in text.split(",") if part]
@@ -60,21 +62,23 @@ def environment() -> dict[str, Any]:
 
 
 def save_results(path: Path | None, mode: str, results: Sequence[Any]) -> None:
-    """Write what a benchmark found, with the command, the commit and the machine, as JSON."""
+    """Write a benchmark's results, the command, the commit and the machine as JSON, if `path` is
+    not None."""
     if path is not None:
-        found = {"mode": mode} | environment() | {"results": results}
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        content = {"mode": mode} | environment() | {"results": results}
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 class Mode(NamedTuple):
-    """A subcommand: what adds its options, and what measures and returns figures."""
+    """A subcommand: a function that adds its options, and one that measures and returns figures,
+    whose docstring is its help text."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], list[Any]]
 
 
 def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | None = None) -> Any:
-    """Run the subcommand that the command line names, and return what it has found."""
+    """Run the subcommand that the command line names, and return its figures."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     commands = parser.add_subparsers(dest="mode", required=True)
     for name, mode in modes.items():
@@ -86,9 +90,9 @@ def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | No
         mode.add_arguments(own)
         own.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
-    found = modes[options.mode].run(options)
-    save_results(options.json, options.mode, found)
-    return found
+    results = modes[options.mode].run(options)
+    save_results(options.json, options.mode, results)
+    return results
 
 
 def anonymous_mib() -> float:
@@ -123,9 +127,10 @@ def measure_rates() -> Rates | None:
     if DEVICE.type == "cpu":
         return None
     source = torch.randint(0, 2**31 - 1, (2**28,), dtype=torch.int32, device=DEVICE)
-    # `copy_` in a graph is work of the copy engine, which reaches two thirds of what kernels do.
-    copy = microseconds([partial(torch.neg, source, out=torch.empty_like(source))], 1)
-    product = microseconds([partial(torch.mm, *random_normal(2, 8192, 8192))], 1)
+    # Not `copy_`: in a CUDA graph the GPU's copy engine does it, at two thirds of a kernel's rate.
+    copy = microseconds([partial(torch.neg, source, out=torch.empty_like(source))], launches=1)
+    product = microseconds([partial(torch.mm, *random_normal(2, 8192, 8192))], launches=1)
+    # Every byte is read and written, and every product of a matmul is a multiplication and a sum.
     rates = Rates(2e6 * source.nbytes / copy, 2e6 * 8192**3 / product)
     del source
     torch.cuda.empty_cache()  # the engine comes next, which sizes its KV cache by the free memory
@@ -147,14 +152,15 @@ def microseconds(runs: Sequence[Callable[[], object]], launches: int | None = No
     if DEVICE.type == "cpu":
         return 1e3 * statistics.mean(map(_clock_ms, runs))
     if launches is None:
-        launches = max(1, min(64, int(_GRAPH_MICROSECONDS / microseconds(runs, 1))))
+        once = microseconds(runs, launches=1)
+        launches = max(1, min(64, int(_GRAPH_MICROSECONDS / once)))
     with torch.cuda.stream(torch.cuda.Stream()):
         for run in runs:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     launches = -(-launches // len(runs)) * len(runs)
-    # Beside ranks of other GPUs another thread watches them meanwhile.
+    # With several ranks, another thread of this process makes CUDA calls during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(launches):
             runs[i % len(runs)]()
@@ -174,18 +180,15 @@ def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 Launch = Callable[[int], Any]
-"""A kernel with given tiles, or its own for None, on the i-th of its inputs."""
+"""Launches a kernel on the i-th of its inputs."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to be timed, with the bytes that a launch must read and write and its operations.
-
-    Its `count` inputs are not all in the L2 cache at once.
-    """
+    """A kernel to be timed."""
 
     name: str
     launch: Launch
-    count: int = 1
-    num_bytes: float = 0
+    count: int = 1  # the number of inputs: so many that they are not all in the L2 cache at once
+    num_bytes: float = 0  # the bytes that a launch must read and write; 0: no floor
     flops: float = 0

@@ -96,7 +96,7 @@ _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
 def _windows(layers: int, every: int, size: int) -> dict[str, Any]:
-    """Windows of this size, but in every second or sixth layer."""
+    """Entries for `layers` layers with windows of `size` tokens, except each `every`-th layer."""
     kinds = [_WINDOW if (layer + 1) % every else _FULL for layer in range(layers)]
     return {"sliding_window": size, "layer_types": kinds}
 
@@ -166,7 +166,8 @@ _MXFP4 = {
 
 
 def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[int]) -> Any:
-    """A model of Qwen3-VL's form with this decoder. The ids of images are the vocabulary's last."""
+    """The entries of Qwen3-VL with the decoder `text`, the `sections` of its rotation and a vision
+    tower. The ids of special image tokens are at the vocabulary's end."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
     own = {"model_type": "qwen3_vl_text", "rope_parameters": rope | {"mrope_interleaved": True}}
     first = text["vocab_size"] - 284 if text["vocab_size"] > 10_000 else text["vocab_size"] - 4

@@ -1,4 +1,4 @@
-"""Jobs with an engine that computes nothing."""
+"""Jobs with an engine that computes nothing, to measure and test everything else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VALUES = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
 
 
 def integer_steps(target: str, **extract: object) -> tuple[StepConfig, ...]:
-    """The steps that grade whole numbers against the field `target`."""
+    """Return the steps that grade whole numbers against the field `target`."""
     return (
         StepConfig(target="Extract", options=extract),
         StepConfig(target="Grade", options={"method": "integer", "target": target}),
@@ -44,10 +44,10 @@ class Stats:
 
 
 class InstantEngine:
-    """An engine that finishes the `per_step` oldest requests in every step, with ready-made output,
-    once it has the pixels of their images.
+    """An engine that computes nothing. Each step loads the images of the `per_step` oldest requests
+    and ends them, all with the same answer. It has the methods that a job calls of `LLMEngine`.
 
-    `memory_used` holds (finished rows, MiB without mapped files), about every `every` rows.
+    `memory_used` has an entry about every `every` rows: (finished rows, MiB of the process).
     """
 
     def __init__(self, per_step: int, every: int = 1000) -> None:
@@ -112,7 +112,7 @@ class InstantEngine:
         ]
 
     def check_memory(self, rows: int, part: int) -> tuple[float, float]:
-        """Print and return the most MiB in the first `part`th of the rows, and in all."""
+        """Print and return the peak MiB in the first 1/`part` of the rows, and in all rows."""
         early = max(mib for done, mib in self.memory_used if done <= rows / part)
         peak = max(mib for _, mib in self.memory_used)
         print(f"memory: {early:.0f} MiB in the first {part}th of the rows, {peak:.0f} MiB in all")
@@ -135,8 +135,9 @@ class ReadyPrompt(Prompt):
 def instant_job(
     folder: Path, engine: InstantEngine, values: Mapping[str, Any]
 ) -> tuple[JobConfig, ResolvedJob]:
-    """The job that `values` make of a shipped model, for `run_job`, with this engine and the output
-    in the folder. Prompts are ready-made if rows have no images."""
+    """Compose a job with the settings `values`, and resolve it with `engine` instead of a model's.
+    Its output is in `folder`. Prompts are the same token ids for all rows, unless rows have images.
+    Returns the configuration and the resolved job, for `execute_job`."""
     common = {
         "model": "nano_hybrid",
         "sampling": {"choice": "greedy", "max_new_tokens": len(TOKENS)},

@@ -28,8 +28,8 @@ PROMPT_VOCAB = 150_000
 
 class Workload(NamedTuple):
     num_requests: int
-    input_lens: tuple[int, int]  # the shortest and the longest, in tokens
-    output_lens: tuple[int, int]
+    input_lens: tuple[int, int]  # the shortest and the longest prompt, in tokens
+    output_lens: tuple[int, int]  # the fewest and the most generated tokens
 
 
 WORKLOADS = {
@@ -66,7 +66,8 @@ def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
 
 
 def prompt_vocab(vocab_size: int) -> int:
-    """Return the number below which prompts of a model with `vocab_size` token ids stay."""
+    """Return the number below which prompts of a model with `vocab_size` token ids stay, so that
+    they have no special tokens, which are the last ids."""
     if vocab_size > 151_000:
         return PROMPT_VOCAB
     return vocab_size - 2_000 if vocab_size > 4_000 else vocab_size

@@ -1,5 +1,5 @@
-"""Recompute the IFEval scores of published answers, to compare them with the paper's table 3
-(arXiv 2311.07911). This checks `batchgen.follows_instruction`:
+"""Recompute the IFEval scores of published answers, to compare them with table 3 of the paper
+(arXiv 2311.07911). This checks `batchgen.follows_instruction`.
 
     python scripts/check/check_ifeval.py input_data.jsonl input_response_data_gpt4.jsonl
 
@@ -20,7 +20,8 @@ from batchgen import follows_instruction
 def main(prompts: str, responses: str) -> None:
     """Print the share of prompts and of instructions that are followed, strictly and loosely.
 
-    A prompt is followed if all of its instructions are.
+    A prompt is followed if all of its instructions are. `prompts` and `responses` are the paths of
+    the two files.
     """
     answers = {row["prompt"]: row["response"] for row in _lines(responses)}
     for loose in (False, True):

@@ -106,7 +106,7 @@ def pass_bias(rule: Enough, rate: float, k: int) -> tuple[float, float]:
 
 
 def _interval_holds(end: End, rate: float) -> bool:
-    """Whether the 95% interval of this end contains the rate (Wilson 1927)."""
+    """Return whether the 95% interval of this end (Wilson 1927) contains the rate."""
     share = end.valid / end.n
     size = 1 + _Z * _Z / end.n
     centre = (share + _Z * _Z / (2 * end.n)) / size

@@ -1,4 +1,4 @@
-"""Ways to run rows of one model, and the model in transformers, for check_parity.py."""
+"""Ways to run rows in engines of one model, and the model in transformers, for check_parity.py."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 LOGPROB_LIMIT = 1e-4
+"""By how much log-probabilities in float32 may differ."""
 GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request; `kind` is `greedy` or `sampled`."""
+    """A prompt with its sampling options."""
 
-    kind: str
+    kind: str  # "greedy" or "sampled"
     prompt: list[int]
     params: RequestParams
 
@@ -42,13 +43,13 @@ class Way:
     """A way to run the rows.
 
     Attributes:
-        k: drafts per step; 0 for `ar`.
+        k: the drafts of a step; 0 for the strategy `ar`, which has none.
         draft: the draft model: `random` has random weights, `rough` the model's with noise, and
-            `perfect` is the model itself. None drafts from n-grams.
-        pool: n-grams are looked up in all rows, not in the row itself only.
-        hard: prefills are chunked, and rows preempt each other in a small cache.
-        overlap: a step is launched before the one before it is read.
-        any_width: each step has a random number of drafts, from 0 to k.
+            `perfect` is the model itself. None: drafts come from n-grams.
+        pool: whether n-grams are looked up in all rows, not only in the row itself.
+        hard: whether prefills are chunked, and rows preempt each other in a small cache.
+        overlap: whether the host launches a step before it has read the results of the last one.
+        any_width: whether each step has a random number of drafts, up to k.
         seqs: the most rows at once.
     """
 
@@ -69,6 +70,7 @@ class Way:
         return ", ".join([f"{self.draft or self.group} k={self.k}, {self.seqs} rows", *flags])
 
     def strategy(self) -> Strategy:
+        """Make the decoding strategy of this way."""
         if not self.k:
             return ARStrategy()
         kind = AnyWidth if self.any_width else ARSpecStrategy
@@ -95,22 +97,27 @@ WAYS = (
     Way(hard=True, seqs=3),
     Way(hard=True, overlap=True),
     Way(overlap=True, seqs=64),
-    Way(3),
-    Way(1, overlap=True, seqs=64),
-    Way(5, hard=True, any_width=True),
-    Way(7, hard=True, overlap=True),
-    Way(5, pool=True, hard=True),
-    Way(3, "random", hard=True),
-    Way(1, "rough", hard=True, overlap=True),
-    Way(5, "rough", hard=True, any_width=True),
-    Way(3, "perfect"),
-    Way(7, "perfect", hard=True, overlap=True),
+    Way(k=3),
+    Way(k=1, overlap=True, seqs=64),
+    Way(k=5, hard=True, any_width=True),
+    Way(k=7, hard=True, overlap=True),
+    Way(k=5, pool=True, hard=True),
+    Way(k=3, draft="random", hard=True),
+    Way(k=1, draft="rough", hard=True, overlap=True),
+    Way(k=5, draft="rough", hard=True, any_width=True),
+    Way(k=3, draft="perfect"),
+    Way(k=7, draft="perfect", hard=True, overlap=True),
 )
 
 
 @dataclass
 class Runs:
-    """Runs rows of one model in engines of many kinds."""
+    """Runs the same rows with one model in engines of many kinds.
+
+    Attributes:
+        args: the options of check_parity.py.
+        drafts: the draft models that were made so far, by `Way.draft`.
+    """
 
     opened: OpenedModel
     args: argparse.Namespace
@@ -126,14 +133,15 @@ class Runs:
     def run(
         self, way: Way, config: EngineConfig | None = None, model: CausalLM | None = None
     ) -> tuple[list[RequestOutput], EngineStats]:
-        """Run the rows in a new engine; returns their outputs in order, and the statistics."""
+        """Run the rows in a new engine. Return their outputs in order, and the engine's statistics.
+        `config` and `model` replace the way's own configuration and `self.model`."""
         model, draft, strategy = model or self.model, self._draft(way.draft), way.strategy()
         others = {} if draft is None else {"draft": draft}
         config = config or self._config(way, [model, *others.values()])
         engine = self.opened.engine(model, strategy, config, others)
         if way.hard:
-            # The scheduler expects later rows to be as short as these, so it admits more of them
-            # than the cache can hold, and they preempt each other.
+            # The scheduler learns the length of answers. After these short ones it admits more rows
+            # than the cache can hold, so that they preempt each other.
             short = RequestParams(temperature=0, max_new_tokens=2)
             for index in range(engine.max_num_seqs):
                 engine.add_request(f"short {index}", self.rows[0].prompt[:8], short)
@@ -167,6 +175,7 @@ class Runs:
         )
 
     def _draft(self, name: str | None) -> CausalLM | None:
+        """Return the draft model of this name (`Way.draft`)."""
         if name is None:
             return None
         if name not in self.drafts:
@@ -183,7 +192,7 @@ class Runs:
 
 
 class Reference:
-    """The model in transformers, run over whole sequences; each is computed once."""
+    """The model in transformers, run over whole sequences. Each sequence is computed once."""
 
     def __init__(self, path: Path, device: str, dtype: torch.dtype) -> None:
         folder, file = (path.parent, path.name) if path.is_file() else (path, None)
@@ -194,7 +203,8 @@ class Reference:
         self._logprobs = functools.cache(self._compute)
 
     def logprobs(self, output: RequestOutput) -> Tensor:
-        """Return the log-probabilities of all tokens, [T, V] float32 on the CPU."""
+        """Compute the log-probabilities of the whole vocabulary at each of the T tokens of an
+        answer, [T, V] float32 on the CPU."""
         return self._logprobs(tuple(output.prompt_token_ids), tuple(output.token_ids))
 
     @torch.inference_mode()
@@ -204,8 +214,8 @@ class Reference:
         return logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
 
     def agrees(self, output: RequestOutput) -> bool:
-        """Whether greedy decoding gives this answer, with log-probabilities as near as they must
-        be."""
+        """Return whether greedy decoding gives this answer, with log-probabilities within
+        `LOGPROB_LIMIT`."""
         truth, ids = self.logprobs(output), torch.tensor(output.token_ids)
         found = torch.from_numpy(output.columns["logprobs"])
         near = (truth.gather(1, ids[:, None])[:, 0] - found).abs().max() < LOGPROB_LIMIT

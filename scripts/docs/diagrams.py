@@ -1,4 +1,5 @@
-"""Diagrams of the design pages as SVG: the groups of batchgen, a row's way, a step of the engine.
+"""Draws the diagrams of the design pages as SVG: the groups of batchgen, a row's way through a job,
+and a step of the engine.
 
 `scripts/docs/reference.py` writes them to docs/images with the other generated pages. Their colours
 follow the reader's choice of light or dark.
@@ -20,6 +21,7 @@ text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-seri
 .box{stroke:#7d8bab;fill:#2b3242}.engine{stroke:#6fb38e;fill:#22382d}
 .device{stroke:#d09a4b;fill:#3d311c}.line{stroke:#aab4c8}.tip{fill:#aab4c8}}
 """
+# A layer's folder, and what it has.
 LAYERS = (
     ("strategies", "one folder per decoding paradigm"),
     ("engine", "token ids in, tokens out: scheduling, caches, models"),
@@ -48,7 +50,8 @@ ROW_WAY = (
         ("Grades, report", "when all shards are there"),
     ),
 )
-"""Three lanes of a row's way: their class, then the title and caption of each station."""
+"""The three lines of the diagram of a row's way. Each has the CSS class of its boxes (see `STYLE`),
+and then the title and caption of each box."""
 
 
 def svg(title: str, width: int, height: int, parts: list[str]) -> str:
@@ -70,8 +73,8 @@ def label(x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> s
 
 
 def arrow(*points: tuple[int, int]) -> str:
-    """Return a line through points in pixels, horizontal or vertical, with an arrowhead at its
-    end."""
+    """Return a line through points in pixels, with an arrowhead at its end. Its last piece must be
+    horizontal or vertical."""
     (x, y), (end_x, end_y) = points[-2:]
     if x == end_x:
         side = 6 if end_y > y else -6
@@ -84,7 +87,8 @@ def arrow(*points: tuple[int, int]) -> str:
 
 
 def groups_svg(overview: str) -> str:
-    """Draw the groups of the overview's table, above the three layers that they import."""
+    """Draw the groups of batchgen above the three layers that they import. `overview` is the text
+    of docs/design/overview.md, whose table lists the groups."""
     table = overview.partition("## Groups and rooms")[2]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
     parts = [label(24, 26, "batchgen", "name")]
@@ -103,11 +107,11 @@ def groups_svg(overview: str) -> str:
 
 
 def row_svg() -> str:
-    """Draw the way of a row in three lanes: the job, the engine, the job again."""
+    """Draw the way of a row in three lines of boxes: the job, the engine, the job again."""
     width, height, gap = 176, 50, 24
     parts = []
-    for lane, (kind, *stations) in enumerate(ROW_WAY):
-        y = 24 + lane * 112
+    for line, (kind, *stations) in enumerate(ROW_WAY):
+        y = 24 + line * 112
         for index, (name, caption) in enumerate(stations):
             x = 24 + index * (width + gap)
             parts += [
@@ -117,9 +121,10 @@ def row_svg() -> str:
             ]
             if index:
                 parts.append(arrow((x - gap, y + 25), (x, y + 25)))
-        if lane:
+        if line:
             right, left, middle = 24 + 3 * (width + gap) + 132, 24 + 44, y - 22
             parts.append(arrow((right, y - 62), (right, middle), (left, middle), (left, y)))
+    # The engine's boxes are a loop: an arrow leads from the last one back to the first.
     last, first = 24 + 3 * (width + gap) + 44, 24 + 132
     parts += [
         arrow((last, 186), (last, 206), (first, 206), (first, 186)),
@@ -158,7 +163,8 @@ def step_svg() -> str:
 
 
 def diagrams(overview: Path, images: Path) -> dict[Path, str]:
-    """Return each image's file name and text."""
+    """Return the path in the folder `images` and the text of each diagram. `overview` is the path
+    of docs/design/overview.md."""
     return {
         images / "groups.svg": groups_svg(overview.read_text(encoding="utf-8")),
         images / "row.svg": row_svg(),

@@ -1,4 +1,8 @@
-"""Generates docs/reference/exams.md, the page of the ready exams, for `reference.py`."""
+"""Generates docs/reference/exams.md, the page of the ready exams, for `reference.py`.
+
+Its table comes from exams.yaml and from comments at the top of each exam's file in
+conf/experiment/, which name the licence and the commands that make a local copy of the data.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +44,26 @@ The command that makes one, and the keys that read it:
 
 def exams_page() -> str:
     """Return the text of docs/reference/exams.md."""
-    about: Mapping[str, Mapping[str, str]] = yaml.safe_load(_ABOUT.read_text(encoding="utf-8"))
-    heads = {name: (_EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8") for name in about}
-    table = [_row(name, about[name], heads[name]) for name in sorted(about)]
-    copies = [f"    {line}" for name in sorted(about) for line in _copy(name, heads[name])]
+    exams: Mapping[str, Mapping[str, str]] = yaml.safe_load(_ABOUT.read_text(encoding="utf-8"))
+    files = {name: (_EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8") for name in exams}
+    table = [_row(name, exams[name], files[name]) for name in sorted(exams)]
+    copies = [f"    {line}" for name in sorted(exams) for line in _copy(name, files[name])]
     return "\n".join([_HEAD, *table, "", _NOTES, *copies]) + "\n"
 
 
-def _row(name: str, said: Mapping[str, str], head: str) -> str:
-    """Return an exam's row of the table. Raises ValueError if the exam's file names no licence."""
-    found = _LICENCE.search(head)
-    if found is None:
+def _row(name: str, about: Mapping[str, str], file: str) -> str:
+    """Return an exam's row of the table. `about` is its entry in exams.yaml, and `file` the text of
+    its file. Raises ValueError if the file names no licence."""
+    licence = _LICENCE.search(file)
+    if licence is None:
         raise ValueError(f"conf/experiment/{name}.yaml: say '# Licence: NAME, no gate'")
-    gate = "none" if found["gate"] == "no gate" else found["gate"]
-    cells = [f"`{name}`", said["rows"], found["licence"], gate]
-    return f"| {' | '.join([*cells, said['prompt'], said['grader'], said['checked']])} |"
+    gate = "none" if licence["gate"] == "no gate" else licence["gate"]
+    cells = [f"`{name}`", about["rows"], licence["licence"], gate]
+    return f"| {' | '.join([*cells, about['prompt'], about['grader'], about['checked']])} |"
 
 
-def _copy(name: str, head: str) -> list[str]:
-    """Return the commands in an exam's file that make and use a local copy of its data."""
-    commands = _COMMAND.findall(head)
+def _copy(name: str, file: str) -> list[str]:
+    """Return the commands in an exam's file that make and use a local copy of its data, after a
+    line with the exam's name; nothing if it has none."""
+    commands = _COMMAND.findall(file)
     return [f"# {name}", *commands] if commands else []

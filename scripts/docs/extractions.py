@@ -17,20 +17,23 @@ from batchgen.evals.graders.step import AnswerRow
 
 _TEXTS = Path(__file__).with_name("extractions.yaml")
 _ANSWERS = Path(__file__).with_name("smollm2_answers.jsonl")
-"""Answers of SmolLM2-135M-Instruct (Q4_1) to the first 200 questions of GSM8K's test part, asked
-as `+experiment=gsm8k` does, greedy, after 108 tokens; with the number that a person who has read a
-text says it gives as its answer, or null."""
+"""Answers of SmolLM2-135M-Instruct (Q4_1) to the first 200 questions of GSM8K's test part, asked as
+`+experiment=gsm8k` does, decoded greedily and cut after 108 tokens. Each has the number that a
+person who read it found as its answer, or null."""
 _STEPS = {"Extract": (Extract, "answer"), "ParseScore": (ParseScore, "score")}
+"""The class of each step, and the column that it makes."""
 _NUMBERS: dict[str, Any] = {"methods": ["boxed", "last_number"]}
-_OF_MODEL: Sequence[tuple[str, dict[str, Any]]] = (
+_MODEL_STEPS: Sequence[tuple[str, dict[str, Any]]] = (
     ("Extract", _NUMBERS),
     ("Extract", {"methods": ["boxed"]}),
     ("Extract", {"methods": ["letter"], "letters": "ABCD"}),
     ("Extract", {"methods": ["letter"], "letters": "ABCDEFGHIJ"}),
     ("ParseScore", {"low": 1, "high": 5}),
 )
-"""What is tried on the answers of the model. They have numbers alone: no box, letter or score."""
+"""The steps and options that are applied to the model's answers. These have only numbers as
+answers, so the right result of the other options is that there is no answer."""
 _SHOWN = 80
+"""Characters of a model's answer that the page shows, from its end."""
 _HEAD = """# Which answer is found
 
 What `Extract` finds in a text, by its methods, and which score `ParseScore` reads.
@@ -68,7 +71,7 @@ class Tally:
     right: int = 0
 
     def add(self, wanted: str | None, found: str | None) -> None:
-        """Count one text."""
+        """Count one text: `wanted` is the answer that a person found, and `found` the step's."""
         self.texts += 1
         self.answered += wanted is not None
         self.found += found is not None
@@ -81,40 +84,41 @@ class Tally:
 
 
 def groups() -> list[dict[str, Any]]:
-    """Return the texts for each step with its options; each text has the answer that a person
-    finds."""
-    found: list[dict[str, Any]] = yaml.safe_load(_TEXTS.read_text(encoding="utf-8"))
-    return found
+    """Return the groups of invented texts. A group has a `step`, its `options`, and `texts`: pairs
+    of a text and the answer that a person found in it (None: there is none)."""
+    content: list[dict[str, Any]] = yaml.safe_load(_TEXTS.read_text(encoding="utf-8"))
+    return content
 
 
 def model_answers() -> list[tuple[str, str | None]]:
-    """Return the model's answers, each with the final answer that a person finds in it."""
+    """Return the model's answers, each with the number that a person found in it."""
     rows = [json.loads(line) for line in _ANSWERS.read_text(encoding="utf-8").splitlines()]
     return [(row["text"], row["answer"]) for row in rows]
 
 
 def answers(group: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Return, for each text of a group, the part or value that the step extracts."""
-    make, name = _STEPS[group["step"]]
-    step = make(**group["options"])
+    """Yield each text of a group with the answer that the step extracts from it."""
+    step_class, column = _STEPS[group["step"]]
+    step = step_class(**group["options"])
     for text, _ in group["texts"]:
-        found = step.apply(AnswerRow(text, {}, {}))[name]
-        yield text, f"{found:g}" if isinstance(found, float) else found
+        answer = step.apply(AnswerRow(text, {}, {}))[column]
+        yield text, f"{answer:g}" if isinstance(answer, float) else answer
 
 
 def _groups_of_model() -> Iterator[dict[str, Any]]:
-    """The texts of the model for each step that is tried on them."""
-    for step, options in _OF_MODEL:
+    """Yield groups, as `groups` returns them, of the model's answers for each step of
+    `_MODEL_STEPS`."""
+    for step, options in _MODEL_STEPS:
         numbers = options == _NUMBERS
-        texts = [[text, said if numbers else None] for text, said in model_answers()]
+        texts = [[text, number if numbers else None] for text, number in model_answers()]
         yield {"step": step, "options": options, "texts": texts}
 
 
 def tallies() -> Iterator[tuple[str, str, Tally]]:
-    """Return each step with its options, the source of its texts, and how often it is right."""
+    """Yield each step with its options, the source of its texts, and how often it is right."""
     sources = {"invented": groups(), "SmolLM2": [*_groups_of_model()]}
-    for source, each in sources.items():
-        for group in each:
+    for source, groups_of_source in sources.items():
+        for group in groups_of_source:
             tally = Tally()
             for (_, wanted), (_, found) in zip(group["texts"], answers(group), strict=True):
                 tally.add(wanted, found)
@@ -127,7 +131,7 @@ def extractions_page() -> str:
     invented = sum(tally.texts for _, source, tally in counts if source == "invented")
     real = len(model_answers())
     lines = [f"{_HEAD}{invented + real} texts: {invented} invented, {real} of a model.", _TABLE]
-    lines += [f"| {step} | {source} | {' | '.join(c.cells())} |" for step, source, c in counts]
+    lines += [f"| {step} | {source} | {' | '.join(t.cells())} |" for step, source, t in counts]
     parts = ["\n".join(lines)]
     for group in groups():
         lines = [f"## {_title(group)}", "", "| text | answer |", "|---|---|"]
@@ -155,7 +159,7 @@ def _value(value: Any) -> str:
 
 
 def _cell(text: str | None) -> str:
-    """Return a text as code in a table cell."""
+    """Return a text as code in a Markdown table cell; nothing for None."""
     if not text:
         return "" if text is None else "empty"
     marks = "``" if "`" in text else "`"

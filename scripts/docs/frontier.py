@@ -1,8 +1,9 @@
-"""Makes the picture of docs/guides/diffusion.md from a real sweep: score by tokens per forward.
+"""Makes the picture of docs/guides/diffusion.md from a real sweep (a job for each value of a key):
+the score of each job by its tokens per forward.
 
     python scripts/docs/frontier.py [--work FOLDER]
 
-Writes docs/images/frontier.svg. The sweep is made if the folder does not have it.
+Writes docs/images/frontier.svg. Jobs of the sweep that the folder already has are not run again.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ svg{background:#fbfaf8}text{font:12px system-ui,sans-serif;fill:#595c63}
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--work", help="has the sweep, or keeps it")
+    parser.add_argument("--work", help="the folder of the sweep; a temporary one by default")
     work = Path(parser.parse_args().work or tempfile.mkdtemp()).absolute()
     command = [sys.executable, "-m", "batchgen", *SWEEP, f"output.dir={work}"]
     subprocess.run(command, cwd=ROOT, check=True)
     arms, column = job_arms(arm_folders([str(work)]), [])
     drawn = str(frontier_chart(frontier(arm_table(arms, column), "tokens_per_forward")).svg)
-    own = f'<svg xmlns="http://www.w3.org/2000/svg"\\1><style>{_STYLE}</style>'
-    picture = re.sub("^<svg([^>]*)>", own, drawn, count=1)
+    # In a report the page has the styles; a file of its own needs them inside.
+    styled = f'<svg xmlns="http://www.w3.org/2000/svg"\\1><style>{_STYLE}</style>'
+    picture = re.sub("^<svg([^>]*)>", styled, drawn, count=1)
     (ROOT / "docs" / "images" / "frontier.svg").write_text(picture + "\n", encoding="utf-8")
 
 

@@ -39,7 +39,7 @@ def schema_text() -> str:
         "additionalProperties": False,
         "patternProperties": {f"^{STEP_NAME.pattern}$": {"$ref": "#/$defs/step"}},
     }
-    of_step = {
+    step_properties = {
         FROM: {"description": "The steps whose answers are its rows."} | _one_or_more("string"),
         AFTER: {"const": COMPLETE},
         **{key: {"$ref": f"#/$defs/job/properties/{key}"} for key in job},
@@ -49,7 +49,11 @@ def schema_text() -> str:
         "title": "A job or pipeline of batchgen",
         "$defs": {
             "job": {"properties": job},
-            "step": {"type": "object", "properties": of_step, "additionalProperties": False},
+            "step": {
+                "type": "object",
+                "properties": step_properties,
+                "additionalProperties": False,
+            },
         },
         "type": "object",
         "properties": {
@@ -63,47 +67,51 @@ def schema_text() -> str:
 
 
 def _job_properties() -> dict[str, Schema]:
-    """What a job file may hold: groups, their keys by full name, and lists of steps."""
-    found: dict[str, Schema] = {EXPERIMENT: _one_or_more("string", enum=choices(EXPERIMENT))}
+    """Return the schemas of the entries of a job file: groups, their keys by full name, and lists
+    of steps. A group is the name of a choice (or null), or its keys."""
+    properties: dict[str, Schema] = {EXPERIMENT: _one_or_more("string", enum=choices(EXPERIMENT))}
     for group in GROUPS:
         keys = _keys(group)
-        inside = {CHOICE: {"enum": choices(group)}, "_target_": {"type": "string"}} | keys
-        found[group] = {
+        entries = {CHOICE: {"enum": choices(group)}, "_target_": {"type": "string"}} | keys
+        properties[group] = {
             "anyOf": [
                 {"enum": [*choices(group), None]},
-                {"type": "object", "properties": inside, "additionalProperties": False},
+                {"type": "object", "properties": entries, "additionalProperties": False},
             ]
         }
-        at = f"#/$defs/job/properties/{group}/anyOf/1/properties"
-        found |= {f"{group}.{name}": {"$ref": f"{at}/{name}"} for name in keys}
+        # The same keys written GROUP.KEY have the schemas of the second alternative above.
+        pointer = f"#/$defs/job/properties/{group}/anyOf/1/properties"
+        properties |= {f"{group}.{name}": {"$ref": f"{pointer}/{name}"} for name in keys}
     for name in STEP_LISTS:
         step = {"type": "object", "minProperties": 1, "examples": sorted(CLASSES[name])}
-        found[name] = {"type": ["array", "null"], "items": step}
-    return found
+        properties[name] = {"type": ["array", "null"], "items": step}
+    return properties
 
 
 def _keys(group: str) -> dict[str, Schema]:
-    """Return the keys of all choices of a group, each with the first comment that explains it."""
-    found: dict[str, Schema] = {}
+    """Return the schemas of the keys of all choices of a group, by key. The first comment that
+    explains a key is its description."""
+    schemas: dict[str, Schema] = {}
     for name in choices(group):
         for entry in read_choice(group, name).entries:
             if entry.name in _KINDS:
                 continue
-            schema = found.setdefault(entry.name, _of_type(declared_type(f"{group}.{entry.name}")))
+            value_type = declared_type(f"{group}.{entry.name}")
+            schema = schemas.setdefault(entry.name, _schema_of_type(value_type))
             if entry.comment and "description" not in schema:
                 schema["description"] = " ".join(" ".join(entry.comment).split())
-    return found
+    return schemas
 
 
-def _of_type(hint: Any) -> Schema:
-    """Return the schema of the values that a declared type accepts, or of a reference to another
-    key."""
+def _schema_of_type(hint: Any) -> Schema:
+    """Return the schema of the values that a declared type accepts. Each key also accepts a
+    reference to another key, `${KEY}`, which is a string."""
     kinds, values = _alternatives(hint)
     if not kinds and not values:
         return {}
-    found: list[Schema] = [{"type": sorted(kinds)}] if kinds else []
-    found += [{"enum": sorted(values, key=str)}] if values else []
-    return {"anyOf": found} if "string" in kinds else {"anyOf": [*found, dict(_REFERENCE)]}
+    schemas: list[Schema] = [{"type": sorted(kinds)}] if kinds else []
+    schemas += [{"enum": sorted(values, key=str)}] if values else []
+    return {"anyOf": schemas} if "string" in kinds else {"anyOf": [*schemas, dict(_REFERENCE)]}
 
 
 def _alternatives(hint: Any) -> tuple[set[str], set[Any]]:
@@ -118,13 +126,14 @@ def _alternatives(hint: Any) -> tuple[set[str], set[Any]]:
         parts = [_alternatives(part) for part in get_args(hint)]
         if any(not kinds and not values for kinds, values in parts):
             return set(), set()
-        return set().union(*(k for k, _ in parts)), set().union(*(v for _, v in parts))
+        all_kinds = set[str]().union(*(kinds for kinds, _ in parts))
+        return all_kinds, set().union(*(values for _, values in parts))
     if hint in _SCALARS:
         return {_SCALARS[hint]}, set()
     kind = origin or hint
     if isinstance(kind, type) and issubclass(kind, Mapping):
-        return {"object", "string"}, set()  # the path of a file that holds it
-    if isinstance(kind, type) and issubclass(kind, Collection):  # one value is a list of one
+        return {"object", "string"}, set()  # a string is the path of a file that has the mapping
+    if isinstance(kind, type) and issubclass(kind, Collection):  # a single value is a list of one
         inner, values = _alternatives(get_args(hint)[0]) if get_args(hint) else (set[str](), set())
         return ({"array", *inner}, values) if inner or values else (set(), set())
     return set(), set()

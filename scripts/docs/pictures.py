@@ -32,13 +32,14 @@ JOB = [
     "dataset.limit=120",
 ]
 COLUMNS, WIDTH, LINE = 96, 8.4, 19
+"""The columns of the terminal, and the pixels of a column's width and of a line's height."""
 SHOWN = 14
-"""How many lines of the terminal the picture has."""
+"""The lines of output that the picture has."""
 
 
 def watch(command: list[str]) -> list[str]:
-    """Run a command in a terminal; return its screen when its progress bar has reached 60%, and the
-    rest of its output."""
+    """Run a command in a pseudo-terminal, to its end. Return the lines on its screen at the moment
+    when its progress bar reached 60%. Exit if the command fails."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     process = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower)
@@ -48,7 +49,7 @@ def watch(command: list[str]) -> list[str]:
     while True:
         try:
             chunk = os.read(leader, 4096)
-        except OSError:  # the command has ended, and with it its terminal
+        except OSError:  # the command has ended, which closes the terminal
             break
         read += chunk
         lines = screen_of(read.decode("utf-8", "replace"))
@@ -60,22 +61,22 @@ def watch(command: list[str]) -> list[str]:
 
 
 def screen_of(text: str) -> list[str]:
-    """Return what a terminal shows after printing a text with carriage returns and colours."""
+    """Return the lines that a terminal shows after printing a text with carriage returns and
+    colours. A text after a carriage return overwrites the line from its beginning."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     shown = []
     for line in text.replace("\r\n", "\n").split("\n"):
-        parts = line.rstrip("\r").split("\r")
-        last = ""
-        for part in parts:
-            last = part + last[len(part) :]
-        shown += wrap(last, COLUMNS, drop_whitespace=False) or [""]
+        visible = ""
+        for part in line.rstrip("\r").split("\r"):
+            visible = part + visible[len(part) :]
+        shown += wrap(visible, COLUMNS, drop_whitespace=False) or [""]
     while shown and not shown[-1]:
         shown.pop()
     return [line.rstrip() for line in shown] or [""]
 
 
 def terminal_svg(command: str, lines: list[str]) -> str:
-    """Draw a terminal with a command and its output."""
+    """Return an SVG image of a terminal with a command and the lines of its output."""
     typed_rows = wrap(command, COLUMNS - 4, break_long_words=False, break_on_hyphens=False)
     rows = ["$ " + " \\\n      ".join(typed_rows)]
     rows = [*rows[0].split("\n"), *lines]
@@ -110,7 +111,7 @@ def screenshot(page: Path, image: Path) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--work", help="keeps the job there")
+    parser.add_argument("--work", help="the folder of the job; a temporary one by default")
     work = Path(parser.parse_args().work or tempfile.mkdtemp()).absolute()
     IMAGES.mkdir(exist_ok=True)
     out = work / "job"

@@ -1,7 +1,7 @@
-"""Writes the pages of the documentation that follow from the code.
+"""Writes the pages of the documentation that are generated from the code.
 
     python scripts/docs/reference.py            # writes them
-    python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
+    python scripts/docs/reference.py --check    # writes nothing; exits with 1 if a page is stale
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
 texts, docs/reference/models.md from the registry of models, docs/reference/exams.md from exams.yaml
@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 WRITTEN_BY = (
     "<!-- Written by scripts/docs/reference.py: change the code that it reads, not this page. -->"
 )
+# Kinds of additions to batchgen, and a word that only the files of one example contain.
 ADDITIONS = (
     ("a model of a known kind", "Glm4MoeLiteForCausalLM"),
     ("a column of a value per token", "DRAFT_ACCEPTED"),
@@ -87,22 +88,22 @@ The error for such a model names the nearest family, and what that lacks."""
 
 
 def config_page() -> str:
-    """docs/reference/config.md."""
+    """Return the text of docs/reference/config.md."""
     parts = [CONFIG_HEAD]
     for group in GROUPS:
         parts.append(f"## {group}")
         default = default_choices().get(group)
-        told: dict[str, str] = {}
+        last_rows: dict[str, str] = {}
         for name in sorted(choices(group), key=lambda name: name != default):
-            parts += _choice(read_choice(group, name), name == default, told)
+            parts += _choice(read_choice(group, name), last_rows, is_default=name == default)
     for name in ("rows", "post"):
         parts.append(f"## {name}\n\n```text\n{help_text([name])}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
-    """Describe one choice of a group: what it is, and the keys that no earlier choice explains in
-    the same words."""
+def _choice(choice: GroupChoice, last_rows: dict[str, str], *, is_default: bool) -> Iterator[str]:
+    """Yield the Markdown of one choice of a group: what it is, and a table of its keys. The table
+    leaves out a key whose row equals the last one for that key, which `last_rows` keeps by key."""
     yield f"### `{choice.group}={choice.name}`" + (" (the default)" if is_default else "")
     if choice.about:
         yield _prose(choice.about)
@@ -112,8 +113,8 @@ def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iter
             continue
         text = _escaped(" ".join(" ".join(entry.comment).split()))
         row = f"| `{choice.group}.{entry.name}` | {_code(entry.value)} | {text} |"
-        if told.get(entry.name) != row:
-            told[entry.name] = row
+        if last_rows.get(entry.name) != row:
+            last_rows[entry.name] = row
             rows.append(row)
     if rows:
         yield "\n".join(["| key | value | meaning |", "|---|---|---|", *rows])
@@ -140,7 +141,7 @@ def _code(value: str) -> str:
 
 
 def commands_page() -> str:
-    """docs/reference/commands.md."""
+    """Return the text of docs/reference/commands.md."""
     parts = [COMMANDS_HEAD, f"## `batchgen`\n\n```text\n{help_text([])}\n```"]
     for name in VERBS:
         printed = io.StringIO()
@@ -154,7 +155,7 @@ def commands_page() -> str:
 
 
 def models_page() -> str:
-    """docs/reference/models.md."""
+    """Return the text of docs/reference/models.md."""
     missing = [
         "| architecture | nearest | what that lacks |",
         "|---|---|---|",
@@ -175,7 +176,8 @@ def family_table() -> str:
         if entry.module in seen:
             continue
         seen.add(entry.module)
-        # What only a configuration decides is told by what the model's own file speaks of.
+        # The class does not say whether a model has experts or a head for drafts: its configuration
+        # decides. So look for them in the source of the model's file.
         source = inspect.getsource(import_module(entry.module))
         imports_experts = re.search(r"^from \S*(moe|expert)", source, re.MULTILINE)
         has_experts = "Moe" in architecture or imports_experts is not None
@@ -221,7 +223,8 @@ def touched_table() -> str:
 
 
 def with_tables(page: Path, **tables: str) -> str:
-    """Return a page with each generated table between the marks of its name."""
+    """Return the text of a page, in which each table replaces what stands between the comments
+    `<!-- NAME -->` and `<!-- /NAME -->`. Keywords are the names."""
     text = page.read_text(encoding="utf-8")
     for name, table in tables.items():
         before, start, rest = text.partition(f"<!-- {name} -->\n")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
@@ -177,35 +178,59 @@ class CanvasStrategy(Strategy):
         return ModelOutput(Logits(logits, logits.shape[1]), state.positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """Draw tokens and update the canvases; return the answers that became context in this step,
-        as `StepOutput` with one canvas per row."""
-        assert guide is None and self._runner is not None
-        state, final, model = self.step_inputs, self.step_inputs.final, self._runner.model
-        assert final is not None, "propose comes first"
-        shape, active = state.canvases.token_ids.shape, ~state.idle
+        """Denoise all canvases by one step, and return the answers that became context in this
+        step: a canvas of L tokens for such a row, and no tokens for the other rows."""
+        assert guide is None, "check refuses constraints"
+        # `_denoise` changes which rows are idle, and how many steps their canvases have had.
+        active, num_steps = ~self.step_inputs.idle, self.step_inputs.canvases.denoised + 1
+        failed = self._denoise(output) & active
+        return self._committed(failed, num_steps)
+
+    def _denoise(self, output: ModelOutput) -> Tensor:
+        """Draw tokens for all positions and write them to the canvases that are not idle. Return
+        the rows whose logits have NaN or infinity, [B] bool."""
+        state = self.step_inputs
+        shape = state.canvases.token_ids.shape  # [B, L]
         logits, sampling, positions = output.logits, state.sampled, output.positions
         drawn = draw_tokens(logits, sampling, positions, state.draws, entropy=True)
         assert drawn.entropy is not None
+        # A canvas's answer are the likeliest tokens of the last step. Columns describe them.
         processed = process(logits, sampling, positions)
         answers = processed.argmax(-1)
         columns = take_tokens(logits, sampling, positions, answers).columns
         steps = (state.canvases.steps + 1).unsqueeze(1).expand(shape).contiguous()
-        # Multiplied row by row, so that the bits of a row do not depend on the others.
-        signals = torch.stack([model.mean_embeddings(block) for block in processed.split(shape[1])])
-        failed = drawn.failed.view(shape).any(1) & active
-        denoised = state.canvases.denoised
         state.write(
             drawn.token_ids.view(shape),
             answers.view(shape),
             drawn.entropy.view(shape),
-            signals,
+            self._signals(processed),
             {STEP_MAP.name: steps}
             | {name: values.view(*shape, *values.shape[1:]) for name, values in columns.items()},
         )
+        return drawn.failed.view(shape).any(1)
+
+    def _signals(self, processed: Tensor) -> Tensor:
+        """Return what the next step is conditioned on, [B, L, hidden_size]: the mean embeddings
+        under the distributions of processed logits [B · L, vocab_size]. They are multiplied row by
+        row, so that the bits of a row do not depend on the others."""
+        assert self._runner is not None
+        mean = self._runner.model.mean_embeddings
+        return torch.stack([mean(canvas) for canvas in processed.split(self._length)])
+
+    def _committed(self, failed: Tensor, num_steps: Tensor) -> StepOutput:
+        """Return the output of the step: the answers that became context in it.
+
+        Args:
+            failed: [B] bool, the rows that end with an error.
+            num_steps: [B] int64, the steps of each row's canvas, this one included.
+        """
+        state, final = self.step_inputs, self.step_inputs.final
+        assert final is not None, "propose comes first"
+        # The forwards of a canvas are counted when it becomes context, or when its row fails.
         forwards = torch.where(final.rows, final.denoised, 0)
-        forwards += torch.where(failed, denoised + 1, 0)
+        forwards += torch.where(failed, num_steps, 0)
         step = StepOutput(
-            num_tokens=torch.where(final.rows, shape[1], 0).int(),
+            num_tokens=torch.where(final.rows, self._length, 0).int(),
             token_ids=final.token_ids,
             failed=failed,
             columns=final.columns,

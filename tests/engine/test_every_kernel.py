@@ -191,7 +191,8 @@ ELSEWHERE = (
     "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.",
     "moe.persistent_triton.", "moe.moe_align_triton.", "sampling.token_mask.",
     "layers.narrow_linear_triton.", "lora.",
-    "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
+    "layers.cache_plane.", "attention.kv_gather.", "attention.full_attention_triton.",
+    "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""
 

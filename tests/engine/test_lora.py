@@ -102,7 +102,7 @@ def rows(count: int = 6, length: int = 20, new: int = 12) -> list[Request]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=5)
 @pytest.mark.parametrize("kind", some_slow(KINDS, quick=OF_EACH_KIND))
 def test_rows_are_those_of_merged_weights(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path

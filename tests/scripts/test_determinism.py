@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +11,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from modes import determinism
 from modes.determinism import LAYERS, ON_CPU, Schedules
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import mlp as mlp_layer
 from batchgen.kernels.layers.activation import silu_and_mul
+from tests.support.cases import some_slow
+from tests.support.engine.ranked_engines import forked_ranks
 
 TOP = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid", "tiny-sdar", "tiny-vl"])
+@pytest.mark.parametrize(
+    "model",
+    some_slow(["tiny", "tiny-hybrid", "tiny-sdar", "tiny-vl"], ["tiny-hybrid", "tiny-sdar"]),
+)
 def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
     found = Schedules(model, 6, ON_CPU).run()
     assert not found["by_cause"] and not found["by_kind"]
@@ -69,9 +77,11 @@ def test_a_row_keeps_its_bits_on_two_gpus(model: str) -> None:
 
 
 @pytest.mark.thorough
-def test_schedules_change_no_digest_on_two_ranks() -> None:
-    run = [sys.executable, "scripts/bench/bench_engine.py", "determinism", "--models", "tiny-vl"]
-    ended = subprocess.run(
-        [*run, "--schedules", "4", "--ranks", "2"], capture_output=True, text=True, cwd=TOP
-    )
-    assert "all layers on 2 ranks: 4 of 4 schedules equal" in ended.stdout, ended.stderr[-2000:]
+def test_schedules_change_no_digest_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    determinism.add_arguments(parser)
+    options = parser.parse_args(["--models", "tiny-vl", "--schedules", "4", "--ranks", "2"])
+    fork = multiprocessing.get_context("fork")
+    with patch.object(determinism, "get_context", lambda _: fork), forked_ranks():
+        determinism.run(options)
+    assert "all layers on 2 ranks: 4 of 4 schedules equal" in capsys.readouterr().out

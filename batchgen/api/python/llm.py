@@ -1,6 +1,8 @@
-"""The Python interface: generates from a list of prompts, without files or configuration.
+"""The Python interface `LLM`: generates from a list of prompts, without files or configuration.
 
-Three quarters of this file are signatures and docstrings, which are the reference of `LLM`.
+Three quarters of this file are signatures and docstrings, which are the reference of `LLM`. Its
+methods convert their arguments and call the modules of this folder: `call_prompts` reads prompts,
+`generated` and `scored` run them, and `streams` shares one engine among several calls.
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ class LLM:
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
-        name = dtype_name(dtype)
+        dtype_text = dtype_name(dtype)
         if quantization not in (None, "fp8"):
             raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
         if kv_cache_dtype not in ("auto", "fp8"):
@@ -144,7 +146,7 @@ class LLM:
         others = open_others(strategy, opened, max_model_len)
         hidden = (HIDDEN_STATES,) if hidden_layers else ()
         columns = tuple(dict.fromkeys((*context_columns, *hidden)))
-        recipe = EngineRecipe(opened, others, strategy, config, name, device, columns)
+        recipe = EngineRecipe(opened, others, strategy, config, dtype_text, device, columns)
         weights, engine_of_model = recipe.start().build()
         self._model = model
         self._device, self._dtype = weights.device, weights.dtype

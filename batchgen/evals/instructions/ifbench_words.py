@@ -54,12 +54,12 @@ _PRIMES = frozenset(n for n in range(2, 100) if all(n % d for d in range(2, n)))
 
 
 def tokens(text: str) -> list[str]:
-    """Words, parts of contractions (do n't) and marks."""
+    """Return words, parts of contractions (do n't) and punctuation marks."""
     return _TOKEN.findall(text)
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case, without any marks."""
+    """Return the words in lower case, without any punctuation marks."""
     return text.lower().translate(_NO_MARKS).split()
 
 
@@ -72,32 +72,37 @@ def _word_count_range(text: str, args: InstructionArguments) -> bool:
 
 
 def _unique_word_count(text: str, args: InstructionArguments) -> bool:
+    """There are at least N different words."""
     return len({word.strip(_MARKS) for word in text.lower().split()}) >= args.number("N")
 
 
 def _stop_words(text: str, args: InstructionArguments) -> bool:
+    """At most `percentage` percent of the words are stop words."""
     words = re.findall(r"\w+", text.lower())
     share = sum(word in _STOP_WORDS for word in words) / max(1, len(words))
     return bool(words) and share * 100 <= args.number("percentage")
 
 
 def _counts(text: str) -> tuple[int, int, int]:
-    """The numbers of sentences that end with a full stop, a question mark and an exclamation
+    """Return the numbers of sentences that end with a full stop, a question mark and an exclamation
     mark."""
     ends = Counter(sentence[-1] for sentence in sentences(text))
     return ends["."], ends["?"], ends["!"]
 
 
 def _sentence_type(text: str, args: InstructionArguments) -> bool:
+    """There are twice as many statements as questions."""
     statements, questions, _ = _counts(text)
     return statements == 2 * questions
 
 
 def _sentence_balance(text: str, args: InstructionArguments) -> bool:
+    """There are equally many statements, questions and exclamations."""
     return len({*_counts(text)}) == 1
 
 
 def _sentence_words(text: str, args: InstructionArguments) -> bool:
+    """There are three sentences of equally many characters, and no word occurs twice."""
     texts = sentences(text)
     words = words_of(" ".join(texts))
     same_length = len({*map(len, texts)}) == 1
@@ -115,7 +120,8 @@ def _person_names(text: str, args: InstructionArguments) -> bool:
 
 
 def _overlap(text: str, args: InstructionArguments) -> bool:
-    """The share of the response's runs of three tokens that the reference contains, within 2%."""
+    """The reference text contains `percentage` percent of the response's different runs of three
+    tokens, up to 2 percent more or less."""
     in_text, reference = (
         {*zip(words, words[1:], words[2:], strict=False)}
         for words in (tokens(text), tokens(args.text("reference_text")))
@@ -125,10 +131,13 @@ def _overlap(text: str, args: InstructionArguments) -> bool:
 
 
 def _numbers(text: str, args: InstructionArguments) -> bool:
+    """There are exactly N numbers."""
     return len(re.findall(r"\d+", text.translate(_NO_MARKS))) == args.number("N")
 
 
 def _punctuation(text: str, args: InstructionArguments) -> bool:
+    """Every kind of punctuation mark occurs, and an interrobang (?!, !? or ‽). The marks of ?! and
+    !? do not count as a question mark and an exclamation mark as well."""
     rest = text
     for mark in ("?!", "!?"):
         if mark in rest:
@@ -138,6 +147,7 @@ def _punctuation(text: str, args: InstructionArguments) -> bool:
 
 
 def _words_japanese(text: str, args: InstructionArguments) -> bool:
+    """Every N-th word is Japanese; numbers may be anything."""
     nth = args.number("N")
     if nth < 1:
         raise ValueError("count:words_japanese: N must be 1 at least")
@@ -151,6 +161,7 @@ def _pronouns(text: str, args: InstructionArguments) -> bool:
 
 
 def _keywords_multiple(text: str, args: InstructionArguments) -> bool:
+    """The five keywords occur exactly once, twice, three, five and seven times."""
     wanted = {"keyword1": 1, "keyword2": 2, "keyword3": 3, "keyword4": 5, "keyword5": 7}
     return all(
         len(re.findall(rf"\b{re.escape(args.text(name).strip())}\b", text, re.I)) == count
@@ -169,10 +180,12 @@ def _alphabet(text: str, args: InstructionArguments) -> bool:
 
 
 def _vowel(text: str, args: InstructionArguments) -> bool:
+    """The text is one paragraph with at most three different vowels."""
     return "\n" not in text.strip() and len({*text.lower()} & {*"aeiou"}) <= 3
 
 
 def _consonants(text: str, args: InstructionArguments) -> bool:
+    """Every word has two consonants in a row."""
     return all(_CONSONANTS.search(word) for word in text.lower().split())
 
 
@@ -191,40 +204,47 @@ def _alliteration(text: str, args: InstructionArguments) -> bool:
 
 
 def _palindrome(text: str, args: InstructionArguments) -> bool:
+    """There are at least ten palindromes of five letters or more."""
     return sum(word == word[::-1] and len(word) >= 5 for word in words_of(text)) >= 10
 
 
 def _prime_lengths(text: str, args: InstructionArguments) -> bool:
+    """The number of letters of every word is prime."""
     return all(len(word) in _PRIMES for word in text.translate(_NO_MARKS).split())
 
 
 def _repeats(text: str, args: InstructionArguments) -> bool:
+    """No word occurs more than `small_n` times."""
     return max(Counter(words_of(text)).values(), default=0) <= args.number("small_n")
 
 
 def _nth(items: list[str], index: int) -> str | None:
-    """The item at an index that counts from 1; None if there is none."""
+    """Return the item at an index that counts from 1; None if there is none."""
     return items[index - 1] if 1 <= index <= len(items) else None
 
 
 def _keyword(text: str, args: InstructionArguments) -> bool:
+    """Sentence N contains the word."""
     sentence = _nth(sentences(text), args.number("N"))
     word = re.escape(args.text("word"))
     return sentence is not None and re.search(rf"\b{word}\b", sentence, re.I) is not None
 
 
 def _specific_position(text: str, args: InstructionArguments) -> bool:
+    """Word m of sentence n is the keyword."""
     sentence = _nth(sentences(text), args.number("n"))
     word = None if sentence is None else _nth(_word_tokens(sentence), args.number("m"))
     return word is not None and word.lower() == args.text("keyword").strip().lower()
 
 
 def _words_position(text: str, args: InstructionArguments) -> bool:
+    """The second word and the last but one are the keyword."""
     words = [word.lower() for word in _word_tokens(text)]
     return len(words) > 1 and words[1] == words[-2] == args.text("keyword").strip().lower()
 
 
 def _last_first(text: str, args: InstructionArguments) -> bool:
+    """The last word of each sentence is the first of the next."""
     texts = sentences(text)
     for sentence, following in itertools.pairwise(texts):
         last, first = sentence.rstrip(_MARKS).split()[-1:], following.lstrip(_MARKS).split()[:1]
@@ -234,17 +254,20 @@ def _last_first(text: str, args: InstructionArguments) -> bool:
 
 
 def _paragraph_last_first(text: str, args: InstructionArguments) -> bool:
+    """Each paragraph ends with its first word."""
     lines = [line.strip().strip(_MARKS).split() for line in text.lower().split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
 
 def _increment(text: str, args: InstructionArguments) -> bool:
+    """Each sentence has `small_n` words more than the sentence before."""
     counts = [len(words_of(sentence)) for sentence in sentences(text)]
     more = args.number("small_n")
     return all(b == a + more for a, b in itertools.pairwise(counts))
 
 
 def _no_consecutive(text: str, args: InstructionArguments) -> bool:
+    """No two words in a row begin with the same letter."""
     firsts = [word[0] for word in words_of(text)]
     return all(a != b for a, b in itertools.pairwise(firsts))
 

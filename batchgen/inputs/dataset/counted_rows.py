@@ -29,18 +29,18 @@ class CountedRows(Source):
         self._number = num_rows
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """See `Source`."""
+        """Yield the rows from index `start` on."""
         return self.rows_at(range(start, self._number))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """See `Source`."""
+        """Yield the rows with these indices, in this order."""
         return (Row(index, str(index), {ROW_INDEX: index}) for index in indices)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """See `Source`."""
+        """Return no values, because the output copies no columns."""
         return {}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """See `Source`."""
+        """Yield the rows before index `stop`, as tables of at most `size` rows."""
         for start in range(0, stop, size):
             yield pa.table({ROW_INDEX: pa.array(range(start, min(start + size, stop)), pa.int64())})

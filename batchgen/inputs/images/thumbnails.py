@@ -1,6 +1,8 @@
-"""Small pictures of a job's images, which its pages show; the rows themselves hold no pixels.
+"""Small pictures (thumbnails) of a job's images, which its pages show. The rows of a job have only
+the digests of their images.
 
-Each worker has a file in the folder THUMBNAILS of the job: base64 by the digests of the images.
+Each worker writes a file in the folder THUMBNAILS of the job: an object that maps the digests of
+images to thumbnails, which are JPEG files in base64.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ SIDE = 112
 MOST_BYTES = 3 << 20
 """The most bytes of base64 that one worker keeps; the first images are kept."""
 _MOST_EACH = 16 << 10
+"""The most bytes of base64 of one picture."""
 _JPEG = re.compile(r"/9j/[A-Za-z0-9+/]*={0,2}", re.ASCII)
-"""Base64 of what begins as a JPEG file does."""
+"""Base64 of a file that begins as a JPEG file does."""
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -34,14 +37,14 @@ class Thumbnails:
     """Makes small pictures of images when they are decoded. Thread-safe."""
 
     def __init__(self) -> None:
-        self._found: dict[str, str] = {}
+        self._pictures: dict[str, str] = {}  # base64 by digest
         self._size = 0
         self._is_new = False
         self._lock = threading.Lock()
 
     def add(self, digest: str, pixels: Pixels) -> None:
         """Store a picture of an image, unless there is one already or MOST_BYTES are reached."""
-        if digest in self._found or self._size >= MOST_BYTES:
+        if digest in self._pictures or self._size >= MOST_BYTES:
             return
         from PIL import Image
 
@@ -60,14 +63,14 @@ class Thumbnails:
             self._keep(digest, text)
         with self._lock:
             self._is_new = False
-            text = json.dumps(self._found, indent=0)
+            text = json.dumps(self._pictures, indent=0)
         storage.make_folder(path.parent)
         storage.write(path, text)
 
     def _keep(self, digest: str, text: str) -> None:
         with self._lock:
-            if digest not in self._found and len(text) <= _MOST_EACH:
-                self._found[digest] = text
+            if digest not in self._pictures and len(text) <= _MOST_EACH:
+                self._pictures[digest] = text
                 self._size += len(text)
                 self._is_new = True
 
@@ -85,6 +88,7 @@ def read_thumbnails(folder: Path) -> dict[str, str]:
 
 
 def _read(content: bytes | None) -> Mapping[str, str]:
+    """Return the valid entries of a worker's file; None is a file that does not exist."""
     try:
         values = json.loads(content or b"{}")
     except ValueError:

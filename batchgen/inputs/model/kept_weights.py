@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class KeptWeights:
-    """Holds the last loaded model with its weights on their device. Caches belong to an engine, and
-    are freed with it."""
+    """Holds the last loaded model with its weights on their device. The engine's caches are not
+    held: they are freed with the engine of each job."""
 
     def __init__(self) -> None:
         self._made_of: object = None
@@ -23,9 +23,11 @@ class KeptWeights:
         new one.
 
         Args:
-            made_of: the recipe of the model.
+            made_of: the recipe of the model: all that decides its weights.
+            load: loads the model of this recipe.
         """
-        gc.collect()  # the engine of the job before has references in a circle
+        # The engine of the last job is a cycle of references, which only this frees.
+        gc.collect()
         if self._model is None or self._made_of != made_of:
             self._model = None
             self._model, self._made_of = load(), made_of

@@ -3,7 +3,8 @@
 Templates expect the arguments of tool calls either as objects or as JSON text, and write the other
 form wrongly, without an error. A template may also drop whole messages: those with unknown roles,
 tool calls, or tools. `MessageForms` detects both by rendering a *probe*: a conversation of the same
-shape, whose texts are words that occur in no template. Each shape of conversation is probed once.
+shape, whose texts are words that occur in no template. The *shape* is everything that decides how a
+template treats a conversation, except the texts; each shape is probed once.
 `ChatPrompt` is the caller.
 """
 
@@ -67,7 +68,8 @@ class MessageForms:
         if form is None:
             return messages
         if form.left_out is not None:
-            raise _left_out(form.left_out[1])
+            _, description = form.left_out
+            raise _left_out(description)
         return [without_absent(formed_message(message, form)) for message in messages]
 
     def check(self, messages: Messages, text: str) -> None:
@@ -107,8 +109,10 @@ class MessageForms:
         """Try the forms for a conversation, and return the first without an omission, or else one
         that leaves something out; None if the template accepts none.
 
-        The content that the messages with tool calls have is tried first. If the template takes
-        arguments both as objects and as text, they stay as they are.
+        A form has the arguments of tool calls as objects or as text, and one of three contents for
+        messages with tool calls and no content: the empty text, null, or no key. The one that the
+        messages have is tried first. If the template takes arguments both as objects and as text,
+        they stay as they are.
         """
         calling = [message for message in messages if message.get("tool_calls")]
         empty = [message["content"] for message in calling if not message["content"]]
@@ -122,10 +126,13 @@ class MessageForms:
             ]
             tried = [self._try(messages, tools, form) for form in forms]
             usable = [form for form in tried if form is not None]
-            good = [form for form in usable if form.left_out is None]
-            if good:
-                return good[0] if len(good) == 1 else good[0]._replace(as_objects=None)
+            complete = [form for form in usable if form.left_out is None]
+            if complete:
+                first = complete[0]
+                return first if len(complete) == 1 else first._replace(as_objects=None)
             worst = worst or (usable[0] if usable else None)
+        # The template may ignore tool calls because it has no use for them: it writes such messages
+        # from their other keys.
         if worst is not None and empty and self._knows_no_content(messages, tools):
             return worst._replace(no_content=None, left_out=None)
         return worst
@@ -151,9 +158,10 @@ class MessageForms:
             if word.text not in text or (word.is_key and _is_miswritten(word.text, text)):
                 return form._replace(left_out=(word.message, word.what))
         if form.no_content in (None, ABSENT) and "None" in text:
-            instead = self._try(messages, tools, form._replace(no_content=""))
-            if instead is not None and instead.left_out is None:
-                return instead  # the template writes None where there is no content
+            # The template writes Python's None as the content, so the empty text is better.
+            with_empty = self._try(messages, tools, form._replace(no_content=""))
+            if with_empty is not None and with_empty.left_out is None:
+                return with_empty
         return form
 
     def _probed(
@@ -174,12 +182,13 @@ class MessageForms:
             return None
 
     def _is_kept(self, content: str, message: Mapping[str, Any], text: str) -> bool:
-        """Return whether a content that is not in `text` literally is there but for what the
-        template removes on purpose: the reasoning of earlier turns, and switches such as
-        /no_think."""
+        """Return whether a content that is not in `text` literally is there escaped as JSON, or
+        without what the template removes on purpose: the reasoning of earlier turns, and switches
+        such as /no_think."""
         escaped = (json.dumps(content.strip(), ensure_ascii=ascii)[1:-1] for ascii in (False, True))
         if any(each in text for each in escaped):
             return True
+        # Such parts begin or end with a text that the template's source has as a string literal.
         pieces = self._marks.split(content)
         if len(pieces) == 1:
             return False

@@ -42,7 +42,8 @@ def read_jobs(paths: Sequence[str], reader_folder: str | None) -> list[OtherJob]
         if reader_folder is not None and _is_same(folder, reader_folder):
             raise ConfigError(_own_folder(folder))
     names = _names(folders)
-    return [OtherJob(_reader(folder), name) for folder, name in zip(folders, names, strict=True)]
+    readers = map(_complete_job, folders)
+    return [OtherJob(reader, name) for reader, name in zip(readers, names, strict=True)]
 
 
 def follow_job(
@@ -52,7 +53,8 @@ def follow_job(
 
     Args:
         reader_folder: the folder of the reading job; None if it has none.
-        promised: what is known of jobs that may not have begun, by their folders.
+        promised: for jobs that may not have begun, such as earlier steps of a pipeline, what is
+            already known of their rows; by their folders.
         wait: whether to wait for the first shard of a job that is not in `promised`.
 
     Raises:
@@ -103,13 +105,15 @@ def _folders(path: str) -> list[str]:
     return folders
 
 
-def _reader(folder: str) -> JobFolderReader:
+def _complete_job(folder: str) -> JobFolderReader:
+    """Open a job. Raises ConfigError if it is not complete."""
     reader = _opened(folder)
     refuse_incomplete(reader, folder)
     return reader
 
 
 def _opened(folder: str) -> JobFolderReader:
+    """Open a job. Raises ConfigError if the folder has none."""
     try:
         return open_job_reader(folder)
     except ConfigError as error:

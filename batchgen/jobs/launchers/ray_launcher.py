@@ -29,7 +29,8 @@ from batchgen.jobs.launchers.process import Command, output_files, worker_argume
 from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
-_PATIENCE_SECONDS = 60.0  # for workers that were asked to stop
+_PATIENCE_SECONDS = 60.0
+"""How long the launcher waits for workers that were asked to stop, before it kills them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,8 @@ class RayLauncher(Launcher):
         return f"ray: {workers_text(self.workers)}, address {where}"
 
     def worker_need(self, config: JobConfig, has_gpus: bool) -> dict[str, float]:
-        """The resources of a node that one worker takes, by Ray's names, in a cluster with or
-        without GPUs."""
+        """Return the resources of a node that one worker takes, by Ray's names. `has_gpus` says
+        whether the cluster has GPUs."""
         gpus = self.gpus_per_worker
         if gpus is None:
             gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
@@ -84,8 +85,8 @@ class RayLauncher(Launcher):
         return {name: number for name, number in need.items() if number}
 
     def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
-        """Run a job on the cluster to its end. `command` makes the arguments of each worker's
-        interpreter."""
+        """Run a job on the cluster to its end, and return how it ended. `command` makes the
+        arguments of each worker's Python interpreter."""
         from batchgen.jobs.launchers.ray_actor import ActorJob, ActorProcess
         from batchgen.jobs.launchers.ray_cluster import (
             Heart,
@@ -103,8 +104,9 @@ class RayLauncher(Launcher):
             text = worker_job(config, BEAT_SECONDS if len(nodes) == 1 else config.workers.heartbeat)
             file = logs / "job.yaml"
             file.write_text(text, encoding="utf-8")
+            # Workers start in this process's folder, unless Ray's runtime environment sets another.
             folder = None if "working_dir" in self.runtime_env else os.getcwd()
-            heart = Heart()
+            heart = Heart()  # notices when the cluster's head has died, since calls to Ray do not
             with places(count, need, self.placement.upper(), heart) as options:
 
                 def start(slot: WorkerSlot) -> ActorProcess:
@@ -113,13 +115,13 @@ class RayLauncher(Launcher):
                     number = slot.number
                     return ActorProcess(job, options(number), heart, is_first=not slot.starts)
 
-                on = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of Ray"
+                nodes_text = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of Ray"
                 result = Supervisor(
                     LaunchedFolder(Path(config.output.dir)),
                     [output_files(logs, number) for number in range(count)],
                     start,
                     restarts=self.restarts,
-                    title=f"{count} workers start on {on}",
+                    title=f"{count} workers start on {nodes_text}",
                     patience=_PATIENCE_SECONDS,
                 ).run()
         if result.exit_code in COMPLETE:

@@ -1,12 +1,14 @@
-"""The charts of a report. Each is an SVG with a text alternative, and its numbers as a table.
-`sections.py` and the pipeline's page use them."""
+"""The parts of a report: numbers at the top, sections, tables and charts.
+
+A chart is an SVG with a text alternative, and its numbers as a table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -37,6 +39,8 @@ LINE = 24
 """The height of a line of bars, in pixels."""
 LABEL = 26
 """The maximum number of characters of a bar's label."""
+_MOST_TEXT = 300
+"""The maximum number of characters of a message or a name."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,44 @@ class Chart:
     svg: Markup
     header: tuple[str, ...] = ()
     rows: Sequence[tuple[str, ...]] = ()
+
+
+class Table(NamedTuple):
+    """A table of texts: its title, the names of its columns, and its lines."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass
+class Section:
+    """A part of the page: a heading, then sentences, charts and a table, in this order.
+
+    Attributes:
+        id: the HTML id of the part, to which links lead.
+        notes: the sentences below the heading.
+    """
+
+    id: str
+    title: str
+    notes: list[str] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    table: Table | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A number at the top of the page, and a note in small print, such as its interval."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def cut_text(text: str) -> str:
+    """Return a text, cut after _MOST_TEXT characters."""
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "…"
 
 
 def label(name: str, limit: int = LABEL) -> str:
@@ -131,7 +173,7 @@ def numbers(
     counts: Mapping[int, int],
     x_name: str,
     y_name: str,
-    note: str,
+    note: str = "",
     of: int | None = None,
 ) -> Chart:
     """Return a chart of how often each small number occurs, as shares of `of`, by default of

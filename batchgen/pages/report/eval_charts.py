@@ -1,17 +1,18 @@
-"""The charts of scores in a report: confidence intervals, score against length, and the marks of
-each question's samples. `sections.py` uses them."""
+"""The sections of a report about scores, and their charts: confidence intervals, score against
+length, and the marks of each question's samples."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.pages.report.charts import LABEL, LINE, Chart, label
-from batchgen.pages.report.report_data import Lengths, Question
+from batchgen.pages.report.charts import LABEL, LINE, Chart, Section, Table, cut_text, label
+from batchgen.pages.report.report_data import MOST_QUESTIONS, Collected, Lengths, Question
 from batchgen.pages.report.svg import (
     RIGHT,
     TOP,
@@ -25,8 +26,9 @@ from batchgen.pages.report.svg import (
     text,
     ticks,
 )
+from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.util.hidden import visible
-from batchgen.util.text.text_table import percent_text as exact_percent
+from batchgen.util.text.text_table import COUNT_AS, percent_text, score_value, value_range
 
 
 def score_by_length(lengths: Lengths) -> Chart:
@@ -79,6 +81,8 @@ class Estimate:
     kind: str = ""
 
 
+_MOST_SUBSETS = 100
+"""The maximum number of subsets in a chart."""
 _TWO_LINES = 40
 """The height of an interval with its name above it, in pixels."""
 _ABOVE = 60
@@ -89,7 +93,7 @@ def intervals(
     title: str,
     estimates: Sequence[Estimate],
     note: str,
-    format_value: Callable[[float | None], str] = exact_percent,
+    format_value: Callable[[float | None], str] = percent_text,
 ) -> Chart:
     """Return a chart of estimates below each other, with their intervals. If some name is long, all
     names are above the intervals.
@@ -102,7 +106,7 @@ def intervals(
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
     values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
-    is_share = format_value is exact_percent
+    is_share = format_value is percent_text
     low, high = _range(values) if is_share else (min(values), max(values))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
@@ -198,3 +202,122 @@ def _mark_class(mark: float) -> str:
     if not np.isfinite(mark):
         return "unmarked"
     return "right" if mark == 1 else "wrong" if mark == 0 else "partly"
+
+
+def adapter_section(job: JobSummary) -> Section:
+    """Return the score of the rows of each LoRA adapter."""
+    section, scores = Section("scores", "Scores"), job.adapter_scores
+    parts = [
+        _estimate(name, score["avg"], interval="population")
+        for name, score in scores.items()
+        if score["avg"]["value"] is not None
+    ]
+    if parts:
+        note = "With 95% intervals for new questions; batchgen compare OUT --by adapter pairs them."
+        as_text = score_value(next(iter(scores.values())))
+        section.charts.append(intervals("Adapters", parts, note=note, format_value=as_text))
+    return section
+
+
+def score_section(
+    score: Mapping[str, Any] | None, report: Collected, links: Mapping[int, str]
+) -> Section:
+    """Return the charts of the score: estimates with intervals, subsets, lengths, questions.
+
+    Args:
+        score: the entry `score` of metrics.json. Each metric has a `value` and two intervals:
+            `population` is for new questions, `same_questions` for new samples of these.
+    """
+    section = Section("scores", "Scores")
+    if score is None or score["avg"]["value"] is None:
+        return section
+    average = score["avg"]
+    estimates = [_estimate("mean", average, interval="population")]
+    same = average["same_questions"]
+    if same is not None and same["low"] is not None:
+        name = "mean, same questions"
+        estimates.append(_estimate(name, average, interval="same_questions"))
+    elif same is not None:
+        section.notes.append(
+            "How far the score would move if the same questions were asked again is unknown: all "
+            "samples of each question have the same mark."
+        )
+    if (meaning := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
+        section.notes.append(
+            f"Texts that were cut at max_new_tokens are {meaning} (score.cut_texts) in the "
+            "scores and charts. The rows show the marks that the steps gave them."
+        )
+    # pass@k, pass^k and maj@k; for k = 1 they are the mean.
+    estimates += [
+        _estimate(name, metric, interval="population")
+        for name, metric in score.items()
+        if name.startswith(("pass", "maj")) and metric["value"] is not None
+        if name.partition("@")[2] != "1" and not name.endswith("^1")
+    ]
+    note = (
+        "With 95% intervals: blue for new questions of the same kind, orange for the same "
+        "questions asked again."
+    )
+    as_text = score_value(score)
+    section.charts.append(intervals("Estimates", estimates, note=note, format_value=as_text))
+    subsets = list(score.get("subsets", {}).items())
+    if subsets:
+        parts = [
+            _estimate(name, subset["avg"], interval="population")
+            for name, subset in subsets[:_MOST_SUBSETS]
+        ]
+        note = f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS)
+        section.charts.append(intervals("Subsets", parts, note=note, format_value=as_text))
+    of_marks = "column" not in score  # not the mean of another column
+    if of_marks and report.output.marked.sum() > 1:
+        section.charts.append(score_by_length(report.output))
+    if of_marks and report.questions:
+        section.charts.append(question_dots(report.questions, links, _questions_note(report)))
+    if (chance := score.get("chance")) is not None:
+        section.notes.append(f"{percent_text(chance)} of random guesses would be right.")
+    section.table = _shares(score)
+    return section
+
+
+def _shares(score: Mapping[str, Any]) -> Table:
+    """Return shares of all answers, such as of those without a mark."""
+    rates = [(name.replace("_", " "), percent_text(rate)) for name, rate in score["rates"].items()]
+    if "column" not in score:
+        lowest, highest = score["bounds"]
+        if lowest != highest:
+            rates.append(
+                (
+                    "score if all answers without a mark were wrong, or all right",
+                    f"{percent_text(lowest)}, {percent_text(highest)}",
+                )
+            )
+    return Table("What the score leaves open", ("of all answers", "share"), rates)
+
+
+def _questions_note(report: Collected) -> str:
+    """Return the text below the chart of questions."""
+    several = max(len(question.marks) for question in report.questions) > 1
+    what = (
+        "A column is a question and a dot one of its samples" if several else "A dot is a question"
+    )
+    note = f"{what}, the best first: filled is right, hollow is wrong."
+    if report.num_questions > len(report.questions):
+        note += f" {MOST_QUESTIONS} of {report.num_questions:,} questions, chosen at random."
+    if several:
+        note += f" Of all questions {report.disagreeing:,} have samples that disagree."
+    return note
+
+
+def _estimate(name: str, metric: Mapping[str, Any], *, interval: str) -> Estimate:
+    """Return a metric of the score with its `interval`, "population" or "same_questions"."""
+    bounds = metric[interval] or {"low": None, "high": None}
+    return Estimate(
+        cut_text(name), metric["value"], low=bounds["low"], high=bounds["high"], kind=interval
+    )
+
+
+def both_intervals(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:
+    """Return both intervals of the mean as a text."""
+    names = {"population": "new questions", "same_questions": "same questions"}
+    ranges = {name: value_range(average[key], format_value) for key, name in names.items()}
+    return "; ".join(f"{name} {bounds}" for name, bounds in ranges.items() if bounds)

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.pages.report.charts import Chart, bars
+from batchgen.pages.report.charts import Chart, Fact, bars
 from batchgen.pages.report.funnel import HEADER, StepCounts, costs
 from batchgen.pages.report.pipeline_facts import PipelineFacts
 from batchgen.pages.report.report_rows import JobData
-from batchgen.pages.report.sections import Fact
 from batchgen.pages.report.step_graph import step_graph
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.pages.rows.row_facts import RowFacts
@@ -100,6 +99,7 @@ def pipeline_html(
 
 def _headline(facts: PipelineFacts) -> list[Fact]:
     """Return the figures at the top of the page."""
+    # Steps without parents read the data set.
     first = [s.read for s in facts.steps if not facts.parents[s.name] and s.read is not None]
     last = facts.steps[-1:]
     headline = [Fact("questions", f"{max(first):,}", "rows of the data set")] if first else []
@@ -107,6 +107,7 @@ def _headline(facts: PipelineFacts) -> list[Fact]:
     if (errors := sum(step.errors for step in facts.steps)) > 0:
         headline.append(Fact("errors", f"{errors:,}", "in all steps"))
     if (line := costs(facts.steps)) is not None:
+        # The line ends with the cost per kept row, after "; ".
         total = sum(step.device_s for step in facts.steps)
         headline.append(Fact("device", duration(total), line.rpartition("; ")[2]))
     return headline
@@ -138,14 +139,15 @@ def _samples(folder: Path, step: str) -> list[StepSample]:
             return []
         page = RowPage(config, data.schema, job_decode(config))
         rows = sorted({last * index // (_SAMPLES - 1) for index in range(_SAMPLES)})
+        # A row's key is its index, shifted by 31 bits, plus the number of the sample: here 0.
         return [
             StepSample(facts, facts.gist(page.columns.text), _html(page, facts, step))
             for row, grades in data.chosen(np.array(rows, np.int64) << 31)
             if (facts := RowFacts(row, grades))
         ]
-    except ConfigError:  # it has not begun
+    except ConfigError:  # the step has not begun
         return []
-    # What somebody else wrote can have any shape; the table says that the step is damaged.
+    # A damaged file can have any content. The page's table says that the step is damaged.
     except (JobError, ValueError, LookupError, TypeError, AttributeError):
         return []
 

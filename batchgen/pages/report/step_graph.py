@@ -1,10 +1,12 @@
-"""Draws the steps of a pipeline as a graph: a box for each step and export, lines to what it
-reads."""
+"""Draws the steps of a pipeline as a graph, from top to bottom: a box for each step and each export
+(a set of files that the pipeline writes from the rows of a step), and a line from each box to every
+box whose rows it reads, its parents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchgen.pages.report.charts import Chart
 from batchgen.pages.report.funnel import StepCounts
@@ -13,83 +15,95 @@ from batchgen.pages.report.svg import WIDTH, drawing, svg_tag, text
 from batchgen.util.shorten import both_ends
 from batchgen.util.text.text_table import counted
 
-_BOX, _GAP, _SIDE = 48.0, 30.0, 12.0
-"""Height of a box, and the room below it and beside it."""
+_HEIGHT, _BELOW, _BESIDE = 48.0, 30.0, 12.0
+"""The height of a box, and the space below it and beside it, in SVG units."""
+_MOST_WIDTH = 200.0
 _CHARACTER = 6.9
-"""Width of a character, with some room."""
+"""The width of a character in SVG units, at most."""
+
+
+class _Label(NamedTuple):
+    """What a box says."""
+
+    name: str
+    extent: str  # the second line: how many rows
+    kind: str  # its CSS class: `step` or `set`
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A step or a set: two lines of text, its class, and where it stands."""
+    """A box with its upper left corner and its width."""
 
-    name: str
-    lines: tuple[str, str]
-    kind: str
+    label: _Label
     x: float
     y: float
     width: float
 
+    @property
+    def center(self) -> float:
+        return self.x + self.width / 2
+
 
 def step_graph(facts: PipelineFacts) -> Chart:
-    """What each step reads and makes, from the top to the bottom."""
+    """Return the graph of a pipeline."""
     parents: dict[str, Sequence[str]] = dict(facts.parents)
-    lines = {step.name: (step.name, _counts(step), "step") for step in facts.steps}
-    for one in facts.sets:
-        if one.step in facts.parents:
-            parents[f"export/{one.name}"] = [one.step]
-            lines[f"export/{one.name}"] = (one.name, one.extent, "set")
-    boxes = _placed(parents, lines)
-    height = max((box.y + _BOX for box in boxes.values()), default=0.0) + 4
+    labels = {step.name: _Label(step.name, _counts(step), "step") for step in facts.steps}
+    for export in facts.sets:
+        if export.step in facts.parents:
+            parents[f"export/{export.name}"] = [export.step]
+            labels[f"export/{export.name}"] = _Label(export.name, export.extent, "set")
+    boxes = _placed(parents, labels)
+    height = max((box.y + _HEIGHT for box in boxes.values()), default=0.0) + 4
     parts = []
     for name, box in boxes.items():
         for parent in parents[name]:
-            above = boxes[parent]
-            x1, y1, x2, y2 = above.x + above.width / 2, above.y + _BOX, box.x + box.width / 2, box.y
+            # A curve from the bottom of the parent to the top of the box.
+            x1, y1 = boxes[parent].center, boxes[parent].y + _HEIGHT
+            x2, y2 = box.center, box.y
             bend = (y2 - y1) / 2
             path = f"M{x1:.1f} {y1:.1f}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - bend:.1f} "
             parts.append(svg_tag("path", d=f"{path}{x2:.1f} {y2:.1f}", class_="edge"))
     for box in boxes.values():
-        shape = {"x": box.x, "y": box.y, "width": box.width, "height": _BOX, "rx": 6}
-        parts.append(svg_tag("rect", class_=f"box {box.kind}", **shape))
-        for index, line in enumerate(box.lines):
-            label = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
-            at = box.x + box.width / 2, box.y + 20 + 17 * index
-            parts.append(text(label, *at, "label" if index == 0 else "tick", "middle"))
+        shape = {"x": box.x, "y": box.y, "width": box.width, "height": _HEIGHT, "rx": 6}
+        parts.append(svg_tag("rect", class_=f"box {box.label.kind}", **shape))
+        characters = max(int((box.width - 12) / _CHARACTER), 4)
+        name, extent = (both_ends(t, characters) for t in (box.label.name, box.label.extent))
+        parts.append(text(name, box.center, box.y + 20, class_="label", anchor="middle"))
+        parts.append(text(extent, box.center, box.y + 37, class_="tick", anchor="middle"))
     description = "; ".join(
-        f"{first}: {second}" + (f", of {', '.join(parents[name])}" if parents[name] else "")
-        for name, (first, second, _) in lines.items()
+        f"{label.name}: {label.extent}"
+        + (f", of {', '.join(parents[name])}" if parents[name] else "")
+        for name, label in labels.items()
     )
-    return Chart("How rows go", "", drawing(parts, f"Steps: {description}", height))
+    svg = drawing(parts, label=f"Steps: {description}", height=height)
+    return Chart("How rows go", note="", svg=svg)
 
 
-def _placed(
-    parents: Mapping[str, Sequence[str]], lines: Mapping[str, tuple[str, str, str]]
-) -> dict[str, _Box]:
-    """The boxes: each in a row below all that it reads, those of one row side by side."""
-    depths: dict[str, int] = {}
-    for name in lines:  # parents come first
+def _placed(parents: Mapping[str, Sequence[str]], labels: Mapping[str, _Label]) -> dict[str, _Box]:
+    """Return the box of each label. A box is one row of boxes below the lowest of its parents."""
+    depths: dict[str, int] = {}  # the number of the row of boxes
+    for name in labels:  # parents come first
         depths[name] = 1 + max((depths[parent] for parent in parents[name]), default=-1)
     boxes: dict[str, _Box] = {}
     for depth in range(max(depths.values(), default=-1) + 1):
         row = [name for name, at in depths.items() if at == depth]
         row.sort(key=lambda name: _middle([boxes[parent] for parent in parents[name]]))
-        width = min((WIDTH - _SIDE * (len(row) - 1)) / len(row), 200.0)
-        start = (WIDTH - width * len(row) - _SIDE * (len(row) - 1)) / 2
+        spaces = _BESIDE * (len(row) - 1)
+        width = min((WIDTH - spaces) / len(row), _MOST_WIDTH)
+        start = (WIDTH - width * len(row) - spaces) / 2
         for index, name in enumerate(row):
-            first, second, kind = lines[name]
-            x, y = start + index * (width + _SIDE), 2 + depth * (_BOX + _GAP)
-            boxes[name] = _Box(name, (first, second), kind, x, y, width)
+            x, y = start + index * (width + _BESIDE), 2 + depth * (_HEIGHT + _BELOW)
+            boxes[name] = _Box(labels[name], x, y, width)
     return boxes
 
 
 def _middle(parents: Sequence[_Box]) -> float:
-    """Where a box stands best, so that few lines cross; 0 for one that reads none."""
+    """Return the mean x of a box's parents, or 0. Boxes in this order have few lines that cross."""
     return sum(box.x for box in parents) / max(len(parents), 1)
 
 
 def _counts(step: StepCounts) -> str:
-    """`60 rows → 200 answers`, or the state of a step without any."""
+    """Return `60 rows → 200 answers`, or the state of a step that has no answers yet."""
     if step.rows is None or not step.is_begun:
         return step.state
     return f"{counted(step.rows, 'row')} → {counted(step.kept, 'answer')}"

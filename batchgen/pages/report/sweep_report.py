@@ -1,5 +1,8 @@
-"""Writes the page about a sweep: the table of its arms, and charts of scores against what
-varies."""
+"""Writes the page about a sweep, jobs that differ in some keys of their configuration.
+
+An arm is the jobs of a sweep that differ in their seed alone. The page has a table with a line and
+a letter (A, B, …) for each arm, and charts of the arms' scores against the keys that differ.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from pathlib import Path
 from batchgen.evals.arms.arm_table import ArmTable
 from batchgen.evals.arms.arm_values import letter, shown_value, table_cells, table_remarks
 from batchgen.evals.arms.frontier import Frontier, frontier
-from batchgen.pages.report.charts import Chart
-from batchgen.pages.report.sections import Fact
+from batchgen.pages.report.charts import Chart, Fact
 from batchgen.pages.report.svg import Frame, drawing, percent, short_number, svg_tag, text
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.storage.stores.whole_file import write_atomic
@@ -19,17 +21,21 @@ from batchgen.util.text.text_table import number_text
 
 _MOST_CHARTS = 6
 _MEASURED = ("tokens_per_forward", "tokens_per_answer")
-"""What is shown besides the keys that a sweep varies, where arms differ in it."""
+"""Measured numbers that have a chart, too, if arms differ in them."""
 
 
 def write_sweep_report(
     folder: Path, display_name: str, table: ArmTable, x: str | None = None
 ) -> Path:
-    """Write the page about the jobs in a folder, with links to their reports; returns its path.
+    """Write the page about the jobs in a folder, with links to their reports; return its path.
+
+    Args:
+        display_name: what people call the folder.
+        x: a key of the configuration, or a measured number, for one more chart of the score.
 
     Raises:
         ConfigError: no arm has the number `x`.
-        JobError: it cannot be written.
+        JobError: the page cannot be written.
     """
     path = folder / REPORT
     write_atomic(path, sweep_html(folder, display_name, table, x))
@@ -37,7 +43,7 @@ def write_sweep_report(
 
 
 def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None = None) -> str:
-    """The text of the page, with a picture of the score against `x`, too, if that is given."""
+    """Return the HTML of the page that `write_sweep_report` writes."""
     header, *cells = table_cells(table)
     return page_html(
         "sweep.html.jinja",
@@ -55,23 +61,29 @@ def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None =
 
 
 def _headline(table: ArmTable) -> list[Fact]:
+    """Return the numbers at the top: arms, questions, the highest score and the letter of its arm.
+    Of equal scores the first arm counts."""
     facts = [Fact("arms", f"{len(table.rows):,}")]
     if (first := table.first) is not None:
         facts.append(Fact("questions", f"{first.questions:,}", f"{first.answers:,} answers of A"))
-        scored = [(row.score, at) for at, row in enumerate(table.rows) if row.score is not None]
-        score, at = max(scored, key=lambda pair: (pair[0].estimate, -pair[1]))
-        facts.append(Fact("highest", shown_value(table.column)(score.estimate), letter(at)))
+        estimates = {
+            index: row.score.estimate
+            for index, row in enumerate(table.rows)
+            if row.score is not None
+        }
+        best = max(estimates, key=lambda index: estimates[index])
+        facts.append(Fact("highest", shown_value(table.column)(estimates[best]), letter(best)))
     return facts
 
 
 def _reports(folder: Path, jobs: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The name and the address of each job's report that is there."""
+    """Return the name and the relative URL of each job's report that exists."""
     names = [Path(job).name for job in jobs]
     return [(name, f"{name}/{REPORT}") for name in names if (folder / name / REPORT).is_file()]
 
 
 def _frontiers(table: ArmTable, x: str | None) -> Iterator[Frontier]:
-    """The scores against each number in which arms differ."""
+    """Return the data of a chart for `x` and for each number in which arms with a score differ."""
     scored = [row.arm for row in table.rows if row.score is not None]
     wanted = [] if x is None else [x]
     for key in (*table.differing, *_MEASURED):
@@ -82,39 +94,46 @@ def _frontiers(table: ArmTable, x: str | None) -> Iterator[Frontier]:
 
 
 def frontier_chart(frontier: Frontier) -> Chart:
-    """Each arm's score with its interval, over a number of it."""
+    """Return a chart with a dot for each arm: its number `frontier.x` to the right, its score
+    upwards with its 95% interval."""
     points = frontier.points
-    low, high = min(p.low for p in points), max(p.high for p in points)
-    left, right = points[0].x, points[-1].x
-    margin, above = 0.05 * (right - left) or 0.5, 0.08 * (high - low) or 0.05
-    frame = Frame.of((left - margin, right + margin), (low - above, high + above))
+    low = min(point.low for point in points)
+    high = max(point.high for point in points)
+    left, right = points[0].x, points[-1].x  # points ascend
+    x_margin, y_margin = 0.05 * (right - left) or 0.5, 0.08 * (high - low) or 0.05
+    frame = Frame.of(x=(left - x_margin, right + x_margin), y=(low - y_margin, high + y_margin))
     is_share = frontier.column == "mark"
-    what = "score" if is_share else frontier.column
-    parts = frame.draw(frontier.x, what, y_text=percent if is_share else short_number)
-    names_at: dict[tuple[int, int], list[str]] = {}
+    y_name = "score" if is_share else frontier.column
+    parts = frame.draw(frontier.x, y_name, y_text=percent if is_share else short_number)
+    letters_at: dict[tuple[int, int], list[str]] = {}  # dots at the same place share a text
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
         parts.append(svg_tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
         parts.append(svg_tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
         at = round(x), round(frame.y(point.score.estimate))
-        names_at.setdefault(at, []).append(point.letter)
-    for (x, y), letters in names_at.items():
-        parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
+        letters_at.setdefault(at, []).append(point.letter)
+    for (x, y), letters in letters_at.items():
+        parts.append(text(", ".join(letters), x + 7, y + 4, class_="tick"))
     as_text = shown_value(frontier.column)
     rows = [
         (
-            f"{p.letter}  {p.name}",
-            number_text(p.x),
-            *map(as_text, (p.score.estimate, p.low, p.high)),
+            f"{point.letter}  {point.name}",
+            number_text(point.x),
+            as_text(point.score.estimate),
+            as_text(point.low),
+            as_text(point.high),
         )
-        for p in points
+        for point in points
     ]
-    description = f"{what} by {frontier.x}: " + ", ".join(
-        f"{p.letter} {r[2]}" for p, r in zip(points, rows, strict=True)
+    description = f"{y_name} by {frontier.x}: " + ", ".join(
+        f"{point.letter} {as_text(point.score.estimate)}" for point in points
     )
-    note = " ".join(["With 95% intervals for new questions.", *(f"{w}." for w in frontier.without)])
-    header = ("arm", frontier.x, what, "low", "high")
+    remarks = (f"{remark}." for remark in frontier.without)
     return Chart(
-        f"{what.capitalize()} by {frontier.x}", note, drawing(parts, description), header, rows
+        title=f"{y_name.capitalize()} by {frontier.x}",
+        note=" ".join(["With 95% intervals for new questions.", *remarks]),
+        svg=drawing(parts, description),
+        header=("arm", frontier.x, y_name, "low", "high"),
+        rows=rows,
     )

@@ -36,13 +36,18 @@ from batchgen.util.text.text_table import counted
 
 REPORT = "report.html"
 MOST_BYTES = 5_000_000
+"""The maximum size of the page, so that it can be sent and opens at once."""
 _HEADING = 1500
-"""Bytes that the page needs for a row besides its id and what is in it, at most."""
-_MOST_CONFIG = 60_000  # characters
+"""The maximum number of bytes of a row's heading and markup."""
+_MOST_CONFIG = 60_000
+"""The maximum number of characters of config.yaml in the page."""
+_MOST_ATTEMPTS = 20
+"""How many attempts, runs of the job, the page lists: the last ones."""
 
 
 def is_up_to_date(storage: Storage) -> bool:
-    """Whether a job has a report that is not older than its metrics and scores."""
+    """Return whether a job has a report that is not older than metrics.json, which holds the
+    scores."""
     report = storage.modified(storage.path / REPORT)
     metrics = storage.modified(storage.path / "metrics.json")
     return report is not None and metrics is not None and report >= metrics
@@ -51,8 +56,13 @@ def is_up_to_date(storage: Storage) -> bool:
 def try_report(
     job: Path, decode: Decode | None = None, display_name: str | None = None
 ) -> Path | None:
-    """Make the report of a finished job and return its path; None with a warning if that fails.
-    `display_name` is what people call the job's folder, if it is not `job`."""
+    """Make the report of a finished job and return its path. If that fails, print a warning and
+    return None.
+
+    Args:
+        decode: turns token ids into text; None looks for the tokenizer of the job's model.
+        display_name: what people call the job's folder, if it is not `job`.
+    """
     try:
         return make_report(job, decode)
     except Exception as error:  # a page for people must not fail hours of work that are done
@@ -70,10 +80,10 @@ def make_report(job: Path, decode: Decode | None = None) -> Path:
     """Write the report of a job, complete or not, and return its path.
 
     Args:
-        decode: None looks for the tokenizer of the job's model.
+        decode: turns token ids into text; None looks for the tokenizer of the job's model.
 
     Raises:
-        ConfigError: the folder is not one of a job.
+        ConfigError: the folder holds no job.
         JobError: a file is damaged, or the report cannot be written.
     """
     path = job / REPORT
@@ -82,7 +92,11 @@ def make_report(job: Path, decode: Decode | None = None) -> Path:
 
 
 def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
-    """The text of the page, at most MOST_BYTES; as in `make_report`, JobError for damage."""
+    """Return the HTML of the page, at most MOST_BYTES.
+
+    Raises:
+        JobError: a file of the job is damaged.
+    """
     try:
         return _html(reader, decode)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -109,14 +123,14 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
         "faults": faults(report),
         "is_graded": data.grades is not None and MARK in data.grades,
     }
-    frame = _page(values, ExampleRows((), 0, 0))
+    frame = _page(values, ExampleRows((), 0, 0))  # without rows
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
     thumbnails = read_thumbnails(reader.path)
     page = RowPage(job.config, data.schema, decode or job_decode(job.config), thumbnails)
     rows = shown_rows(data, page, report, room)
-    if rows.dropped:  # no link may lead to them
+    if rows.dropped:  # rows for which there was no room: no link may lead to them
         there = {row.anchor for row in rows.rows}
         links = {key: name for key, name in links.items() if name in there}
         values["sections"] = sections(job, timeline, report, tokens, links)
@@ -124,7 +138,8 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
 
 
 def _page(values: Mapping[str, Any], rows: ExampleRows) -> str:
-    hiding = "".join(  # each kind of rows hides the others
+    """Return the HTML of a report with these values and rows."""
+    hiding = "".join(  # a radio button for each kind of rows, which hides the others
         f"#k-{kind}:checked ~ .list > :not(.k-{kind}) {{ display: none; }}\n"
         for kind, _, _ in rows.kinds
     )
@@ -132,7 +147,8 @@ def _page(values: Mapping[str, Any], rows: ExampleRows) -> str:
 
 
 def page_html(template: str, style: str, **values: Any) -> str:
-    """A page of a template, in which nothing but this style sheet and pictures are allowed."""
+    """Return a page of a template. Its Content-Security-Policy allows this style sheet and embedded
+    pictures and nothing else."""
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; "
@@ -143,13 +159,13 @@ def page_html(template: str, style: str, **values: Any) -> str:
 
 
 def style_sheets() -> str:
-    """The rules of all reports."""
+    """Return the CSS of all reports."""
     sheets = [*CSS, Path(__file__).parent / "report.css"]
     return "".join(path.read_text(encoding="utf-8") for path in sheets)
 
 
 def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str, Any]:
-    """The values of the page's head: the job, warnings, and its configuration."""
+    """Return the values that the template shows about the job besides sections and rows."""
     manifest = reader.manifest
     file = reader.path / "config.yaml"
     text = visible(file.read_text(encoding="utf-8")) if file.is_file() else ""
@@ -166,12 +182,12 @@ def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str,
         "config": text,
         "versions": manifest["versions"],
         "fingerprints": manifest["fingerprints"],
-        "attempts": [_attempt(attempt) for attempt in job.attempts[-20:]],
+        "attempts": [_attempt(attempt) for attempt in job.attempts[-_MOST_ATTEMPTS:]],
     }
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
-    """A data set's name for people, with its configuration and split."""
+    """Return a data set's short name, with its subset (dataset.name) and split."""
     path = ", ".join(map(short_name, dataset_name(dataset).split(", ")))
     parts = [path, dataset.get("name"), dataset.get("split")]
     return " ".join(str(part) for part in parts if part)
@@ -182,7 +198,7 @@ def _status(job: JobSummary) -> str:
 
 
 def _strategy(job: JobSummary) -> str:
-    """How tokens were chosen, in a line."""
+    """Return how tokens were chosen: strategy, temperature and number of samples, in a line."""
     sampling, name = job.group("sampling"), job.strategy_name
     names = [name] if name else []
     if sampling:
@@ -198,7 +214,7 @@ def _strategy(job: JobSummary) -> str:
 
 
 def _warnings(job: JobSummary, data: JobData) -> list[str]:
-    """Warnings that a reader needs before trusting a number."""
+    """Return warnings that a reader needs before trusting a number."""
     warnings = []
     if job.status != "complete":
         warnings.append(
@@ -214,17 +230,18 @@ def _warnings(job: JobSummary, data: JobData) -> list[str]:
 
 
 def _rows(attempt: Mapping[str, Any]) -> str:
-    """How many rows an attempt has finished, and how many of them it has copied."""
+    """Return how many rows an attempt finished, and how many of them it copied from older jobs."""
     copied = attempt.get("rows_copied", 0)
     return f"{attempt['rows']:,}" + (f" ({copied:,} copied)" if copied else "")
 
 
 def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line of the table of attempts."""
-    total = (attempt.get("memory") or {}).get("total")
-    device = (
-        "" if not attempt.get("memory") else f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
-    )
+    """Return a line of the table of attempts: when it started, its host, device, status, rows,
+    time, tokens per second and peak memory."""
+    memory, device = attempt.get("memory"), ""
+    if memory:
+        total = memory.get("total")
+        device = f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
     return (
         attempt["started"], attempt["host"], device, attempt["status"], _rows(attempt),
         duration(attempt["wall_s"]), f"{tokens_per_s(attempt):,.0f}",
@@ -233,6 +250,6 @@ def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def renew_report(job: Path) -> None:
-    """Make the report of a job again, if it has one, with the present scores."""
+    """Make the report of a job again, if it has one, after its scores have changed."""
     if (job / REPORT).is_file():
         try_report(job)

@@ -1,4 +1,9 @@
-"""Random access to the rows of a job and their grades by row index, with constant memory."""
+"""Random access to the rows of a job and their grades by row index, with constant memory.
+
+An input row may have several samples, each of which is one row of the output tables. The samples of
+an input row stand together. Shard files hold complete shards; a shard that is still being computed
+is in journal files.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +28,25 @@ from batchgen.storage.shards.row_order import KEYS, first_key, row_keys
 from batchgen.storage.stores.manifest import Manifest
 
 _SETTLED_NS = 2 * 10**9
-"""A folder that changed less than this long ago may change again within one tick of its file
-system's clock, and its time would not show it."""
+"""A folder that changed less than this many nanoseconds ago may change again within one tick of its
+file system's clock. Its time would not show the second change, so its listing is not trusted."""
 LIGHT_BATCH = 4096
-"""How many rows are read at a time of columns that are short in every job."""
+"""The number of rows that are read at a time if only columns of _LIGHT are read."""
 _LIGHT = {"row_id", *KEYS, "finish_reason", "num_generated_tokens", "num_prompt_tokens"}
+"""Columns whose values take few bytes in every job."""
 _FAR = 4 * BATCH
-"""Rows that are read on the way to the next one; a farther one is sought in the file's index."""
+"""If the next row is at most this many rows ahead, the rows before it are read, too. Otherwise the
+file's index finds it."""
 
 
 @dataclass(frozen=True)
 class ShardListing:
-    """The shards that have finished rows, and their columns; `stamps` are the folders' times, by
-    which a change is noticed."""
+    """The shards that have finished rows, and the columns of these.
+
+    Attributes:
+        stamps: when the folders `data` and `journal` last changed. Other times mean that the
+            listing is out of date.
+    """
 
     stamps: tuple[int, ...]
     shards: list[int]  # ascending
@@ -45,10 +56,10 @@ class ShardListing:
 class JobRows:
     """Random access to the rows of a job, also while it runs.
 
-    Shard k holds the input rows from k·rows_per_shard on in order, so the place of a row says which
-    file it is in, and the statistics of the file which row group. Nothing is held in memory but the
+    Shard k holds the input rows from k·rows_per_shard on, in order. So the index of a row says in
+    which file it is, and the file's statistics say in which row group. Memory holds only the
     numbers of the shards (8 bytes each) and the grades of the last few shards. Several threads may
-    ask for rows. What reads rows raises JobError where a file is damaged.
+    ask for rows. All methods that read rows raise JobError if a file is damaged.
 
     Raises:
         ConfigError: manifest.json cannot be read.
@@ -78,7 +89,7 @@ class JobRows:
 
     @property
     def grade_names(self) -> list[str]:
-        """The columns of the grades, with PREFIX; empty without grades."""
+        """The columns of the grades, whose names here begin with PREFIX; empty without grades."""
         return [field.name for field in self._grades.fields()]
 
     @property
@@ -106,17 +117,18 @@ class JobRows:
     def whole_rows(
         self, shard: int, columns: Sequence[str], first_row: int = 0, size: int = BATCH
     ) -> Iterator[pa.Table]:
-        """Tables of one shard in which all samples of a row stand together.
+        """Yield the rows of one shard as tables. All samples of a row are in the same table.
 
         Args:
-            columns: of the rows or of their grades; the two of KEYS are there besides.
-            first_row: the index of the row to begin with.
-            size: about how many rows a table has; more where all columns are short.
+            columns: columns of the rows or of their grades. The tables have the columns KEYS, too.
+            first_row: the index of the first input row to read.
+            size: about how many rows a table has; more if all columns take few bytes.
         """
-        rest: pa.Table | None = None
+        rest: pa.Table | None = None  # samples of the last row so far, of which more may come
         for table in self._tables(shard, columns, first_row, size):
             whole = table if rest is None else pa.concat_tables([rest, table])
-            cut = int(np.searchsorted(row_keys(whole), first_key(whole[KEYS[0]][-1].as_py())))
+            last_row = whole[KEYS[0]][-1].as_py()
+            cut = int(np.searchsorted(row_keys(whole), first_key(last_row)))
             rest = whole.slice(cut)
             if cut:
                 yield whole.slice(0, cut)
@@ -126,11 +138,12 @@ class JobRows:
     def rows_at(
         self, rows: Iterable[int], columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.Table]]:
-        """The finished samples of the rows with these indices, by index, ascending."""
+        """Yield the index and a table of the finished samples for each of the rows with these
+        indices that has any, ascending."""
         todo, per_shard = sorted(set(rows)), self.rows_per_shard
         while todo:
-            shard, last = todo[0] // per_shard, todo[0]
-            for table in self.whole_rows(shard, columns, todo[0]):
+            shard = todo[0] // per_shard
+            for table in self.whole_rows(shard, columns, first_row=todo[0]):
                 last = int(table[KEYS[0]][-1].as_py())
                 wanted = [row for row in todo if row <= last]
                 matching = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
@@ -139,16 +152,18 @@ class JobRows:
                 todo = todo[len(wanted) :]
                 if not todo or todo[0] > last + _FAR or todo[0] // per_shard != shard:
                     break
-            else:  # what is left of this shard is not finished
+            else:  # the shard was read to its end, so its other rows are not finished
                 todo = [row for row in todo if row // per_shard != shard]
 
     def samples(self, row_index: int, columns: Sequence[str]) -> pa.Table:
-        """The finished samples of one input row, in order; no rows if there are none."""
+        """Return the finished samples of one input row, in order; an empty table if there are
+        none."""
         return next((table for _, table in self.rows_at([row_index], columns)), pa.table({}))
 
     def _tables(
         self, number: int, columns: Sequence[str], first_row: int, size: int
     ) -> Iterator[pa.Table]:
+        """Yield the rows of a shard with columns of the rows and, appended to these, of grades."""
         if number not in self.shards:
             return
         names = list(dict.fromkeys([*KEYS, *columns]))
@@ -168,7 +183,7 @@ class JobRows:
             yield table
 
     def _listed(self) -> ShardListing:
-        """The listing, made again if a file has come or gone."""
+        """Return the listing, after listing again if a file has come or gone."""
         stamps = tuple(_changed(self.path / name) for name in ("data", "journal"))
         known = self._listing
         settled = max(stamps) < time.time_ns() - _SETTLED_NS
@@ -181,19 +196,22 @@ class JobRows:
 
 
 def starts(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Where the samples of each row begin in a table of whole rows."""
+    """Return where the samples of each input row begin in a table of `whole_rows`."""
     rows = np.asarray(table[KEYS[0]])
-    return np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+    is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]  # [: 0] for an empty table
+    return np.flatnonzero(is_first)
 
 
 def runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
-    """The index of each row in a table of whole rows, and where its samples begin and end."""
+    """Yield (row index, start, stop) for each input row in a table of `whole_rows`: its samples are
+    the rows `start` to `stop` - 1 of the table."""
     rows = np.asarray(table[KEYS[0]])
     for start, stop in pairwise([*starts(table).tolist(), len(rows)]):
         yield int(rows[start]), start, stop
 
 
 def _changed(folder: Path) -> int:
+    """Return when a folder last changed, in nanoseconds; 0 if there is none."""
     try:
         return os.stat(folder).st_mtime_ns
     except FileNotFoundError:

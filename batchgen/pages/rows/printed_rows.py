@@ -25,10 +25,13 @@ _IN_HEADING = (
     "num_generated_tokens",
     "num_forwards",  # not in every job
 )
+"""The columns that the first line of a row shows, without their names."""
 _ANSWER_LINES, _INPUT_LINES = 4, 2
-_SHOWN_ITEMS = 8
-_INDENT = 2
+"""The lines that are shown of a generated text or an error, and of another text."""
+_SHOWN_ITEMS = 8  # of a list
+_INDENT = 2  # spaces before each line below the heading
 _LEAST_ROOM = 20
+"""The minimum width of values, in characters, also on a narrower terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,11 @@ class RowText:
     """Writes a row as lines.
 
     Attributes:
-        columns: what is shown below the heading, apart from nulls.
+        columns: the columns to show below the heading; null values are left out.
+        width: the maximum number of characters of a line.
         text_column: the column of generated text, of which more lines are shown.
-        whole_texts, whole_lists: show all; else first lines and first items.
+        whole_texts: show all lines of texts, and not only the first ones.
+        whole_lists: show all items of lists, and not only the first ones.
     """
 
     columns: Sequence[str]
@@ -48,7 +53,7 @@ class RowText:
     whole_lists: bool = False
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
-        """The heading, then a block for each column."""
+        """Return the lines of a row: a heading, then for each column its name and its value."""
         values = {name: row[name] for name in self.columns if row[name] is not None}
         margin = max((len(name) for name in values), default=0) + 2
         room = max(self.width - _INDENT - margin, _LEAST_ROOM)
@@ -64,6 +69,7 @@ class RowText:
         return lines
 
     def _text(self, name: str, value: Any) -> str:
+        """Return a value as text, before it is wrapped."""
         if name == "error":
             return f"{value['type']}: {value['message']}"
         if name == PROMPT_IMAGES and not self.whole_lists:
@@ -79,8 +85,9 @@ class RowPrinter:
     """Prints rows of a job.
 
     Args:
-        columns: that the user named; None chooses the columns of the prompt, the text and the
-            error, and for JSON all columns.
+        columns: the columns that the user named. None shows the columns of the prompt, the text and
+            the error; as JSON, all columns.
+        as_json: print each row as a line of JSON, instead of lines for people.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class RowPrinter:
         self._reader, self._named, self._as_json = reader, columns, as_json
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """All finished rows, with the columns that `print` needs.
+        """Return all finished rows, with the columns that `print` needs.
 
         Raises:
             ConfigError: a column that the user named is not there.
@@ -98,37 +105,38 @@ class RowPrinter:
 
     @cached_property
     def needed(self) -> list[str]:
-        """The columns that `print` needs, unless it prints whole rows. Some row must be finished:
-        before that nobody knows the columns."""
+        """The columns that `print` needs without `whole`. At least one row must be finished: before
+        that the columns are not known."""
         known = list(self._schema.names)
         if self._shown is None:
             return known
         return [n for n in dict.fromkeys([*_IN_HEADING, *self._shown]) if n in known]
 
     def print(self, rows: Iterable[dict[str, Any]], *, whole: bool = False) -> int:
-        """Print rows and return how many there were.
+        """Print rows and return their number.
 
         Args:
-            whole: print all columns, and texts to their end.
+            whole: print whole texts and, unless the user named columns, all columns.
         """
         count = 0
-        for row in rows:
-            samples = self._read(row)
-            print(self._json(samples) if self._as_json else self._text(samples, whole), flush=True)
+        for row in rows:  # one sample each
+            sample = self._read(row)
+            text = self._json(sample) if self._as_json else self._text(sample, whole=whole)
+            print(text, flush=True)
             count += 1
         return count
 
     def _json(self, row: dict[str, Any]) -> str:
         return json_text(row if self._named is None else {name: row[name] for name in self._named})
 
-    def _text(self, row: dict[str, Any], whole: bool) -> str:
+    def _text(self, row: dict[str, Any], *, whole: bool) -> str:
         columns = self._shown
         if columns is None or (whole and self._named is None):
             columns = [name for name in row if name not in _IN_HEADING]
         text = RowText(
             columns,
-            terminal_width(),
-            self._reader.text_column,
+            width=terminal_width(),
+            text_column=self._reader.text_column,
             whole_texts=whole,
             whole_lists=self._named is not None,
         )
@@ -142,11 +150,12 @@ class RowPrinter:
 
     @cached_property
     def _read(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """A function that decodes the columns of a row that hold JSON."""
         return row_reader(self._schema)
 
     @cached_property
     def _shown(self) -> list[str] | None:
-        """What is shown of a row; None is all."""
+        """The columns that are shown of a row; None means all."""
         if self._named is not None:
             self._reader.fields(self._named)  # refuses columns that are not there
             return list(dict.fromkeys([*self._named, *([] if self._as_json else ["error"])]))
@@ -159,12 +168,12 @@ class RowPrinter:
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:
-    """The rows of one sample; None takes all."""
+    """Yield the rows with the sample number `sample`, or with None all rows."""
     return (row for row in rows if sample is None or row["sample_index"] == sample)
 
 
 def message_lines(row: Mapping[str, Any]) -> list[str]:
-    """The message of an error row, with the row's name before it."""
+    """Return the error message of a row, after the row's name, as at most _ANSWER_LINES lines."""
     first = f"{row_name(row['row_id'], row['sample_index'])}: {row['message']}"
     return [
         " " * _INDENT + text for text in wrapped(first, terminal_width() - _INDENT, _ANSWER_LINES)
@@ -172,5 +181,5 @@ def message_lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, 80 if there is none."""
+    """Return the width of the terminal in characters; 80 without a terminal."""
     return shutil.get_terminal_size((80, 24)).columns

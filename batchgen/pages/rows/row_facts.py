@@ -22,19 +22,23 @@ from batchgen.util.text.safe_text import Span
 from batchgen.util.text.text_table import row_name
 
 REASONING = "reasoning"
-"""The column of thoughts, in jobs that tell them apart."""
+"""The column of reasoning, in jobs that separate it from the answer."""
 _END_OF_REASONING = "</think>"
+"""Where reasoning ends in the text of other jobs."""
 _SPAN_OF = re.compile(r"(?P<name>.*answer)_start")
-_GIST = 110  # characters
+"""The columns of grades that hold where a step found an answer in the text."""
+_GIST = 110
+"""The maximum number of characters of a text in `gist`."""
 _SHOWN_APART = (
     *("row_id", "row_index", "sample_index", "token_ids", "prompt_token_ids", "finish_reason"),
     *("stop", "error", "constraint_satisfied", "parsed", PROMPT_IMAGES),
 )
-"""Columns of batchgen that renderers show in places of their own."""
+"""Columns of batchgen that pages show in special places, so they are not listed with the others."""
 
 
 def class_labels(field: pa.Field) -> list[str]:
-    """The names of the classes of a column of scores; none if it is a column of the data set's."""
+    """Return the names of the classes of the column of class scores, from its metadata. The list is
+    empty if the column comes from the data set."""
     scores = field.metadata or {}
     if scores.get(b"meaning") == AS_GIVEN:
         return []
@@ -43,27 +47,40 @@ def class_labels(field: pa.Field) -> list[str]:
 
 
 class RowColumns:
-    """The columns of a job's rows by their use.
+    """The names of the columns of a job's rows, by use.
 
     Args:
-        config: the job's, by group, as in its config.yaml; may be empty.
+        config: the job's configuration, as in its config.yaml; may be empty.
+        schema: the columns of the job's rows.
+
+    Attributes:
+        text: the column of the generated text.
+        inputs: the columns that come from the data set.
+        asked: the columns of the data set that the prompt uses; all if no use is known.
+        images: the column of the prompt's images, or None.
+        reasoning: the column of reasoning, or None.
+        counts: the other columns of batchgen, such as numbers of tokens.
+        labels: the names of the classes that a classifier scores; empty for other models.
+        read: a function that decodes the columns of a row that hold JSON.
     """
 
     def __init__(self, config: Mapping[str, Any], schema: pa.Schema) -> None:
         self.text: str = (config.get("output") or {}).get("text_column", "text")
         kinds = {field.name: (field.metadata or {}) for field in schema}
-        self.inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == AS_GIVEN]
+        self.inputs = [name for name, meta in kinds.items() if meta.get(b"meaning") == AS_GIVEN]
         used = used_columns(config.get("prompt") or {})
-        self.asked = [n for n in used if n in kinds] or self.inputs  # of the prompt
+        self.asked = [name for name in used if name in kinds] or self.inputs
         has_images = PROMPT_IMAGES in kinds and PROMPT_IMAGES not in self.inputs
         self.images = PROMPT_IMAGES if has_images else None
-        # A data set may have a column of that name itself.
+        # A column of this name may come from the data set.
         has_reasoning = REASONING in kinds and REASONING not in self.inputs
         self.reasoning = REASONING if has_reasoning else None
-        apart = {*_SHOWN_APART, *self.inputs, self.text, self.reasoning}
-        # Values of a token are seen there, and nobody reads the numbers of an embedding.
-        apart |= {EMBEDDING, CLASS_SCORES}
-        self.counts = [f.name for f in schema if f.name not in apart and not is_per_token(f)]
+        others = {*_SHOWN_APART, *self.inputs, self.text, self.reasoning}
+        # The token view shows values per token, and nobody reads the numbers of an embedding.
+        others |= {EMBEDDING, CLASS_SCORES}
+        self.counts = [
+            field.name for field in schema if field.name not in others and not is_per_token(field)
+        ]
         self.labels = class_labels(schema.field(CLASS_SCORES)) if CLASS_SCORES in kinds else []
         self.read = row_reader(schema)
 
@@ -76,12 +93,17 @@ class OutcomeLabel:
     kind: str
 
 
-_RIGHT = (OutcomeLabel("wrong", "wrong"), OutcomeLabel("right", "right"))
+_WRONG, _RIGHT = OutcomeLabel("wrong", kind="wrong"), OutcomeLabel("right", kind="right")
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """One sample of a row: its columns, as far as they were read, and its grades."""
+    """One sample of a row.
+
+    Attributes:
+        row: the values of the columns that were read, by name.
+        grades: the values of the columns of its grades, by name; None without grades.
+    """
 
     row: Mapping[str, Any]
     grades: Mapping[str, Any] | None = None
@@ -108,7 +130,7 @@ class RowFacts:
         return tokens
 
     def grade(self, name: str) -> Any:
-        """A column of the grades; None without."""
+        """Return the value of a column of the grades; None if it is missing."""
         return None if self.grades is None else self.grades.get(name)
 
     @property
@@ -116,26 +138,30 @@ class RowFacts:
         """The outcome of the row: its mark, or its finish reason with the kind `none` if it has no
         mark."""
         if self.row["error"] is not None:
-            return OutcomeLabel(self.row["error"]["type"], "bad")
+            return OutcomeLabel(self.row["error"]["type"], kind="bad")
         if (error := self.grade("grade_error")) is not None:
-            return OutcomeLabel(f"not graded: {error['type']}", "bad")
+            return OutcomeLabel(f"not graded: {error['type']}", kind="bad")
         mark = self.grade("mark")
         if mark is None or self.grades is None:
-            return OutcomeLabel(self.finish_reason, "none")
+            return OutcomeLabel(self.finish_reason, kind="none")
         if mark in (0, 1):
-            missing = not mark and "answer" in self.grades and self.grades["answer"] is None
-            return OutcomeLabel("no answer", "wrong") if missing else _RIGHT[mark == 1]
-        return OutcomeLabel(f"{mark:.3g}", "partly")
+            if mark == 1:
+                return _RIGHT
+            missing = "answer" in self.grades and self.grades["answer"] is None
+            return OutcomeLabel("no answer", kind="wrong") if missing else _WRONG
+        return OutcomeLabel(f"{mark:.3g}", kind="partly")
 
     @property
     def constraint(self) -> str | None:
-        """The one of `job_metrics.OUTCOMES` that the row has; None without constraints."""
+        """Whether the text satisfies the job's constraint, as a key of `tally.OUTCOMES`; None in a
+        job without constraints."""
         if "constraint_satisfied" not in self.row:
             return None
         return constraint_outcome(self.finish_reason, self.row["constraint_satisfied"])
 
     def answers(self, text: str | None) -> list[Span]:
-        """Where the answers that `Extract` found stand in the row's text, by steps."""
+        """Return where the grading steps `Extract` found answers in the row's text. The name of a
+        span is that of the column of the answer."""
         spans = []
         for column, start in (self.grades or {}).items():
             match = _SPAN_OF.fullmatch(column)
@@ -147,7 +173,8 @@ class RowFacts:
         return spans
 
     def reasoning_end(self, text: str | None) -> int:
-        """How many characters of the row's text are reasoning."""
+        """Return how many characters at the start of the row's text are reasoning: as the grades
+        say, otherwise up to the last </think>."""
         for name, value in (self.grades or {}).items():
             if name.endswith("reasoning_end") and isinstance(value, int):
                 return value
@@ -156,8 +183,8 @@ class RowFacts:
         return at + len(_END_OF_REASONING)
 
     def gist(self, text_column: str) -> str:
-        """The result of the row in a line: its error, its answer next to the right one, or its
-        text."""
+        """Return the result of the row in a line: its error; its answer, followed by the right one
+        if it is wrong; or its text."""
         if self.row["error"] is not None:
             return beginning(self.row["error"]["message"], _GIST)
         answer, target = self.grade("answer"), self.grade("graded_against")
@@ -169,7 +196,7 @@ class RowFacts:
 
     @property
     def heading(self) -> str:
-        """The row's id, how it ended, and its cost, in a line."""
+        """The row's id, how it ended, and its numbers of tokens and forwards, in a line."""
         facts = [row_name(self.row_id, self.number), self.finish_reason]
         if self.tokens or self.finish_reason != "error":
             facts.append(f"{self.tokens:,} tokens")
@@ -179,6 +206,6 @@ class RowFacts:
 
 
 def same_sample(samples: Sequence[RowFacts], number: int | None) -> RowFacts | None:
-    """The sample with this number, else the first; None if there is none."""
+    """Return the sample with this number, otherwise the first; None if there are no samples."""
     chosen = [sample for sample in samples if sample.number == number]
     return next(iter([*chosen, *samples]), None)

@@ -25,22 +25,28 @@ from batchgen.util.text.row_json import plain_text
 from batchgen.util.text.safe_text import Span, shortened, templates
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
-"""The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
+"""The style sheets that a page with rows must embed or serve."""
 _KEYS = ("row_id", "row_index", "sample_index")
 _MOST_FACT = 2_000
+"""The maximum number of characters of a value besides the prompt and the answer."""
 _TEMPLATES = partial(templates, "batchgen.pages.rows")
 
 
 @dataclass(frozen=True, slots=True)
 class PageLimits:
-    """How much of a row is shown; None is all."""
+    """How much of a row is shown.
 
-    text: int | None = None  # characters of the prompt and of the answer
-    tokens: int | None = None  # of the token view; with 0 there is none
+    Attributes:
+        text: the number of characters of the prompt and of the answer; None shows all.
+        tokens: the number of tokens in the token view; None shows all, 0 leaves out the view.
+    """
+
+    text: int | None = None
+    tokens: int | None = None
 
     @property
     def fact(self) -> int | None:
-        """Characters of what stands beside the prompt and the answer."""
+        """The number of characters of a value besides the prompt and the answer."""
         return None if self.text is None else min(self.text, _MOST_FACT)
 
 
@@ -51,9 +57,10 @@ class RowPage:
     """Makes the HTML of rows of one job.
 
     Args:
-        config: the job's, by group, as in its config.yaml; may be empty.
-        decode: None shows the ids of tokens.
-        thumbnails: base64 of small JPEG files, by the digests of images.
+        config: the job's configuration, as in its config.yaml; may be empty.
+        schema: the columns of the job's rows.
+        decode: turns token ids into text; with None the ids are shown.
+        thumbnails: small JPEG files as base64, by the digests of the images that they show.
     """
 
     def __init__(
@@ -71,7 +78,8 @@ class RowPage:
     def html(
         self, facts: RowFacts, *, key: str, limits: PageLimits = WHOLE, with_prompt: bool = True
     ) -> Markup:
-        """The row without its heading; `key` (letters, digits, `-`) makes its ids unique."""
+        """Return a row without its heading. `key` (letters, digits, `-`) is a part of all its HTML
+        ids, which it makes unique in the page."""
         return self.htmls(facts, key=key, limits=[limits], with_prompt=with_prompt)[0]
 
     def htmls(
@@ -83,8 +91,8 @@ class RowPage:
         enough: int = 0,
         with_prompt: bool = True,
     ) -> list[Markup]:
-        """The row within several limits, each narrower than the one before, up to HTML with fewer
-        than `enough` characters."""
+        """Return a row within each of several limits, each narrower than the one before. The first
+        HTML that has fewer than `enough` characters is the last one returned."""
         facts = RowFacts(self.columns.read(facts.row), facts.grades)
         text: str | None = facts.row[self.columns.text]
         prompt = self._prompt.parts(facts.row) if with_prompt else []
@@ -109,23 +117,25 @@ class RowPage:
         return self._prompt.parts(self.columns.read(facts.row))
 
     def prompt_html(self, facts: RowFacts, *, key: str) -> Markup:
-        """The prompt of a row alone, as in `html`."""
+        """Return the prompt of a row alone; `key` as in `html`."""
         prompt = [(name, _shown(part, WHOLE)) for name, part in self.prompt(facts)]
         template = _TEMPLATES().get_template("prompt.html.jinja")
         return Markup(template.render(prompt=prompt, key=key))
 
     def tokens(self, facts: RowFacts, key: str) -> RowTokens:
-        """The token view of a row; none where its token ids were not read."""
+        """Return the token view of a row; it is empty if the column `token_ids` was not read."""
         text = facts.row[self.columns.text]
         return self._tokens.of(facts.row, key, text, next(iter(facts.answers(text)), None))
 
     def _images(self, facts: RowFacts, limits: PageLimits) -> list[ShownImage]:
-        """The images of the prompt; without pictures where there is least room."""
+        """Return the images of the prompt, without pictures if the limits leave out the token view,
+        which is the case when room is scarce."""
         value = None if self.columns.images is None else facts.row.get(self.columns.images)
         return shown_images(value, {} if limits.tokens == 0 else self._thumbnails)
 
     def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
-        """The columns besides prompt and answer, as the template shows them."""
+        """Return the values besides prompt and answer by their place in the template: lists of
+        names and texts, and for errors their type and message."""
         row, short = facts.row, partial(shortened, limit=limits.fact)
         columns = {
             "grades": _grades(facts),
@@ -146,7 +156,8 @@ class RowPage:
         }
 
     def _facts(self, facts: RowFacts) -> list[tuple[str, str]]:
-        """Short facts about the row, a word each."""
+        """Return the names and values of facts about the row: how it ended, its constraint, the
+        scores of classes, and counts."""
         row, pairs = facts.row, [("finish_reason", facts.finish_reason)]
         if row["stop"] is not None:
             pairs.append(("stop", plain_text(row["stop"])))
@@ -175,14 +186,19 @@ class _Shown:
 
 
 def _shown(text: str, limits: PageLimits, spans: Sequence[Span] = ()) -> _Shown:
+    """Render a text. `spans` are parts of it to highlight."""
     return _Shown(shortened(text, limits.text, spans), rich_text(text, limits.text, spans))
 
 
 def _answer(
     facts: RowFacts, text: str | None, limits: PageLimits, column: str | None
 ) -> dict[str, Any]:
-    """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
-    of reasoning; in those of others the reasoning is the beginning of the text."""
+    """Return reasoning and answer, as the template shows them.
+
+    Args:
+        text: the generated text; None for a row without one.
+        column: the column of reasoning. In a job without it, reasoning is the start of the text.
+    """
     answer_start = facts.reasoning_end(text) if column is None else 0
     reasoning = (text or "")[:answer_start] if column is None else facts.row[column] or ""
     spans = [s for s in facts.answers(text) if s.start >= answer_start]
@@ -196,7 +212,7 @@ def _answer(
 
 
 def _grades(facts: RowFacts) -> list[tuple[str, str]]:
-    """The columns of the grades that people read: without places in the text."""
+    """Return the names and values of grades, without positions in the text and keys of rows."""
     suffixes = ("_start", "_end", "grade_error")
     return [
         (name, "–" if value is None else plain_text(value))

@@ -1,4 +1,15 @@
-"""Splits an answer in the Harmony format (gpt-oss) into channels: reasoning, answer, tool calls."""
+"""Splits the output of a gpt-oss model into reasoning, answer and tool calls.
+
+These models write messages in the format Harmony. A message is a header and a text:
+
+    <|start|>assistant to=functions.NAME<|channel|>commentary
+    <|constrain|>json<|message|>TEXT<|call|>
+
+The header names a role, a recipient (`to=`, for a tool call), a channel and the kind of the text,
+of which all but the message itself may be missing. The channel is `analysis` (reasoning),
+`commentary` (tool calls, and remarks) or `final` (the answer). `<|end|>`, `<|return|>` or
+`<|call|>` ends a message. The prompt usually ends after `<|start|>assistant`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +31,12 @@ ANALYSIS, COMMENTARY = "analysis", "commentary"
 _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
 HEADER = "header"
 """The channel of a row that was cut before a message began."""
-_PARAGRAPHS = "\n\n"
+_BLANK_LINE = "\n\n"
 _ROLE = re.compile(r"\s*(assistant|user|system|developer|tool|functions\.\S+)?\s*")
 _TO = re.compile(r"\s*to=(\S+)\s*")
 _KIND = re.compile(r"\s*(json|code)?\s*")
 _PEOPLE = ("assistant", "user", "all")
-"""Recipients that are no tools."""
+"""Recipients that are not tools."""
 _FIELDS = (
     described_field(REASONING, pa.string(), "the channel analysis; null without one, and on error"),
     described_field(
@@ -49,10 +60,15 @@ _FIELDS = (
 
 @dataclass(slots=True)
 class Message:
-    """One message of the format Harmony, as token ids: before `<|channel|>`, between that and the
-    text, behind `<|constrain|>` in its header, and the text. A part that never began is None. `end`
-    is the token that ended it. `has_role` is false behind a prompt without the format, where no
-    role is written.
+    """One message, as token ids. A part that has not begun is None.
+
+    Attributes:
+        role: the tokens before `<|channel|>`: the role and perhaps a recipient.
+        channel: the tokens after `<|channel|>`: the channel and perhaps a recipient.
+        kind: the tokens after `<|constrain|>`.
+        content: the tokens after `<|message|>`: the text.
+        end: the token that ended the message; None if it has not ended, or a new header ended it.
+        has_role: whether a role is expected. It is not after a prompt without Harmony tokens.
     """
 
     role: list[int] = field(default_factory=list)
@@ -64,7 +80,7 @@ class Message:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is anything of it."""
+        """Whether the message has any token."""
         return bool(self.role) or self.last is not self.role
 
     @property
@@ -75,16 +91,17 @@ class Message:
 
 
 class Messages:
-    """Cuts token ids into messages. No sequence of ids is wrong: a header that is not closed has
-    its message end where the next begins, and text before the first header is a message, too.
+    """Cuts token ids into messages. Every sequence of ids is accepted: a message without an end
+    token ends where the next header begins, and text before the first header is a message, too.
 
     Attributes:
         ended: the messages that have ended.
-        open: the one that has not, which may have nothing in it.
+        open: the message that has not ended; it may be empty.
     """
 
     def __init__(self, tokens: HarmonyTokens, prompt: Sequence[int] = ()) -> None:
-        """Begin behind a prompt, whose last message may be open; of it only the header counts."""
+        """Begin after a prompt. If its last message has not ended, the output continues it. Only
+        its header is kept, because the text of a prompt is no output."""
         self._tokens, self._format = tokens, tokens.all
         self.ended: list[Message] = []
         self.open = Message(has_role=False)
@@ -95,7 +112,7 @@ class Messages:
                 self.open.content = []
 
     def read(self, ids: Sequence[int]) -> None:
-        """Take further ids."""
+        """Read the next ids."""
         rest_start = 0
         for index in [index for index, id in enumerate(ids) if id in self._format]:
             self.open.last.extend(ids[rest_start:index])
@@ -104,7 +121,7 @@ class Messages:
         self.open.last.extend(ids[rest_start:])
 
     def _take(self, id: int) -> None:
-        """Take a token of the format."""
+        """Read a token of the format."""
         tokens, current = self._tokens, self.open
         if id == tokens.message:
             current.content = [] if current.content is None else current.content
@@ -113,17 +130,18 @@ class Messages:
                 current.kind = []
         elif id == tokens.channel:
             if current.last is not current.role:
-                self._end(None)
+                self._end(end=None)
             self.open.channel = []
         else:
-            self._end(None if id == tokens.start else id)
+            self._end(end=None if id == tokens.start else id)
 
     @property
     def all(self) -> list[Message]:
-        """The messages so far, with the open one if it has begun."""
+        """The messages so far, including the open one if it has begun."""
         return [*self.ended, *([self.open] if self.open.is_begun else [])]
 
-    def _end(self, end: int | None) -> None:
+    def _end(self, *, end: int | None) -> None:
+        """End the open message with the token `end`, and open the next one."""
         self.open.end = end
         if self.open.is_begun or end == self._tokens.call:
             self.ended.append(self.open)
@@ -131,20 +149,26 @@ class Messages:
 
 
 class _Part(NamedTuple):
-    """A text and its channel, None without one; `tool` is whom a call is for, if it names one."""
+    """A piece of text of a message.
+
+    Attributes:
+        channel: its channel; None if no header names one.
+        tool: the tool that a call names, or None.
+        is_header: whether the message has no text, only a header.
+    """
 
     channel: str | None
     text: str
     is_call: bool = False
     tool: str | None = None
-    is_header: bool = False  # nothing but a header
+    is_header: bool = False
 
 
 class HarmonyChannels:
     """Splits the text of a row by channel, from the ids of its tokens.
 
     Attributes:
-        fields: the columns that it makes besides the text.
+        fields: the columns that it fills besides the text.
     """
 
     fields = _FIELDS
@@ -154,20 +178,20 @@ class HarmonyChannels:
         self._format = tokens.all
 
     def split(self, output: RequestOutput) -> SplitOutput:
-        """The output with the answer as its text, and the columns.
+        """Return the output with the answer as its text, and the values of the columns.
 
-        Where there is no answer, `columns` has a text that is None. A row that ended by itself has
-        the finish reason `stop` in the final channel alone, `tool_call` behind a call, and else
-        `no_answer`.
+        If there is no answer, the text in the output folder is null, so `columns` sets it to None.
+        If the model ended by itself, the finish reason is `stop` after the channel `final`,
+        `tool_call` after a call, and `no_answer` otherwise.
         """
         if output.finish_reason == "error":
             return SplitOutput(output)
         messages = Messages(self._tokens, output.prompt_token_ids)
         messages.read(output.token_ids)
         parts = [part for message in messages.all for part in self._parts(message)]
-        parts = _without_end(parts, self._cut(output))
+        parts = _without_end(parts, self._num_cut(output))
         named = {channel: _texts(parts, channel) for channel in (ANALYSIS, FINAL, None)}
-        # A model that leaves the format out still answers.
+        # If the model leaves out the format, text without a channel is the answer.
         is_plain = not named[FINAL] and bool(named[None])
         answer = named[None] if is_plain else named[FINAL]
         others = [
@@ -177,7 +201,7 @@ class HarmonyChannels:
             if part.channel == COMMENTARY or (part.channel is None and not is_plain)
         ]
         calls = [{"name": part.tool, "arguments": part.text} for part in parts if part.is_call]
-        channel = _ended_in(parts, is_plain)
+        channel = _ended_in(parts, is_plain=is_plain)
         columns = {
             REASONING: _joined(named[ANALYSIS]),
             COMMENTARY: _joined(others),
@@ -191,20 +215,23 @@ class HarmonyChannels:
         )
 
     def _reason(self, output: RequestOutput, channel: str | None) -> FinishReason:
+        """Return the finish reason of an output that ends in `channel`; see `split`."""
         if output.finish_reason != "stop":
             return output.finish_reason
         if output.token_ids[-1] == self._tokens.call:
             return "tool_call"
         return "stop" if channel == FINAL else "no_answer"
 
-    def _cut(self, output: RequestOutput) -> int:
-        """How many characters a stop string, or a stop id that is text, has cut off."""
+    def _num_cut(self, output: RequestOutput) -> int:
+        """Return how many characters of the decoded tokens are not part of the output's text: a
+        stop string, or the text of a stop token."""
         if output.finish_reason != "stop" or output.token_ids[-1] in self._format:
             return 0
         return len(self._decoded(output.token_ids)) - len(output.text)
 
     def _parts(self, message: Message) -> list[_Part]:
-        """The text of a message, and before it what has no place in its header."""
+        """Return the text of a message, after any text of its header that is not part of the
+        format."""
         has_text = message.content is not None
         role, tool, before = "", None, self._decoded(message.role)
         if message.has_role:
@@ -221,26 +248,30 @@ class HarmonyChannels:
         is_call = message.end == self._tokens.call or (tool is not None and channel != FINAL)
         parts = []
         if message.channel is not None and before.strip():
-            parts.append(_Part(None, before))
+            parts.append(_Part(channel=None, text=before))
         if channel is None and role not in ("", "assistant"):
             channel = COMMENTARY
         is_bare = not has_text and not text.strip() and message.end != self._tokens.call
         tool = None if tool is None else tool.removeprefix("functions.")
-        return [*parts, _Part(channel, text, is_call and not is_bare, tool, is_bare)]
+        text_part = _Part(
+            channel, text, is_call=is_call and not is_bare, tool=tool, is_header=is_bare
+        )
+        return [*parts, text_part]
 
     def _decoded(self, ids: list[int]) -> str:
         return decode(self._tokenizer, ids) if ids else ""
 
 
 def _headed(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
-    """The word with which a text begins, if it is one of a pattern's, and the rest."""
+    """Split a text into its first word, as group 1 of the pattern matches it, and the rest. The
+    word is empty if the pattern does not match."""
     match = pattern.match(text)
     word = match and match[1]
     return (word, text[match.end() :]) if match and word else ("", text)
 
 
 def _addressed(text: str) -> tuple[str | None, str]:
-    """The tool for which a header is, and the header without that."""
+    """Return the tool that a header names as recipient, or None, and the header without that."""
     match = _TO.match(text)
     if match is None:
         return None, text
@@ -248,8 +279,11 @@ def _addressed(text: str) -> tuple[str | None, str]:
 
 
 def _named(header: str) -> tuple[str | None, str]:
-    """The channel that a header names, and what follows the name. A name that is unknown counts as
-    commentary, and as text where a message has no other; none is no channel."""
+    """Return the channel that a header names, or None, and the text after the name.
+
+    An unknown name counts as commentary. It is returned as text, too, unless it may be the
+    beginning of a known name: then the output was cut in the middle of it.
+    """
     header = header.strip(WHITESPACE)
     for channel in _CHANNELS:
         if header.lower().startswith(channel):
@@ -259,7 +293,7 @@ def _named(header: str) -> tuple[str | None, str]:
 
 
 def _without_end(parts: Sequence[_Part], size: int) -> list[_Part]:
-    """Parts whose last text has lost its last `size` characters."""
+    """Return the parts without the last `size` characters of the last one."""
     if not size or not parts:
         return list(parts)
     last = parts[-1]
@@ -267,7 +301,7 @@ def _without_end(parts: Sequence[_Part], size: int) -> list[_Part]:
 
 
 def _texts(parts: Sequence[_Part], channel: str | None) -> list[str]:
-    """What is said in a channel, apart from calls."""
+    """Return the texts of a channel, without calls."""
     return [
         part.text
         for part in parts
@@ -277,11 +311,11 @@ def _texts(parts: Sequence[_Part], channel: str | None) -> list[str]:
 
 def _joined(texts: Sequence[str]) -> str | None:
     """Texts with a blank line between them; None if there is none."""
-    return _PARAGRAPHS.join(filter(None, texts)) if texts else None
+    return _BLANK_LINE.join(filter(None, texts)) if texts else None
 
 
-def _ended_in(parts: Sequence[_Part], is_plain: bool) -> str | None:
-    """The channel in which the last message stands."""
+def _ended_in(parts: Sequence[_Part], *, is_plain: bool) -> str | None:
+    """Return the channel of the last part. `is_plain`: text without a channel is the answer."""
     if not parts:
         return None
     last = parts[-1]

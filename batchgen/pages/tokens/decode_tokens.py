@@ -1,4 +1,7 @@
-"""Decodes the tokens of a finished job with its model's tokenizer, if that is on this machine."""
+"""Finds the tokenizer of a job's model on this machine, to show the texts of token ids.
+
+Nothing is downloaded. Without a tokenizer, pages show the ids.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ if TYPE_CHECKING:
 
 
 def job_decode(config: Mapping[str, Any]) -> Decode | None:
-    """A function from token ids to their text with special tokens; None without a tokenizer.
-
-    Nothing is downloaded. A tokenizer.json is read without transformers, which takes seconds.
+    """Return a function that turns token ids into text, with special tokens; None without a
+    tokenizer. A tokenizer.json is read without transformers, whose import takes seconds.
     """
     path = _model_path(config)
     if path is None:
@@ -43,8 +45,7 @@ def job_decode(config: Mapping[str, Any]) -> Decode | None:
 
 
 def job_vocabulary(config: Mapping[str, Any]) -> Vocabulary | None:
-    """What the tokens of a job's model spell, in bytes; None without a tokenizer. Nothing is
-    downloaded."""
+    """Return the bytes of each token of a job's model; None without a tokenizer."""
     from batchgen.engine.constraint.vocabulary import Vocabulary
     from batchgen.engine.interface.constraint_error import ConstraintError
     from batchgen.engine.loading.tokenizer import load_tokenizer
@@ -58,14 +59,14 @@ def job_vocabulary(config: Mapping[str, Any]) -> Vocabulary | None:
 
 
 def decode_with(tokenizer: Any) -> Decode:
-    """The text of token ids, by a tokenizer of transformers."""
+    """Return a function that turns token ids into text with a tokenizer of transformers."""
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
 
 
 def _model_path(config: Mapping[str, Any]) -> Path | None:
-    """Where the model of a job is on this machine; None if it is not there."""
+    """Return the folder or file of a job's model on this machine; None if there is none."""
     model = config.get("model") or {}
     try:
         return _local(str(model.get("path")), model.get("revision"))
@@ -74,7 +75,7 @@ def _model_path(config: Mapping[str, Any]) -> Path | None:
 
 
 def _local(name: str, revision: str | None) -> Path | None:
-    """The model's folder or file on this machine; None if it is not there.
+    """Return the folder or file of the model with this path or hub name; None if there is none.
 
     Raises:
         ConfigError: a package is not installed, or the name cannot be a path.
@@ -86,6 +87,7 @@ def _local(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    # OWNER/REPO/FILE names one file of a repository.
     repo, file = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
     try:
         folder = snapshot_download(

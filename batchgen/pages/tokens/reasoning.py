@@ -1,4 +1,4 @@
-"""Separates a reasoning model's thoughts from its answer, at a marker in its tokens."""
+"""Separates the reasoning of a model from its answer, at a marker such as `</think>`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class ReasoningMarkers:
-    """Finds where thoughts end in the bytes that a row's tokens spell, special ones too, as a
-    constraint finds its `start_after`. So the marker may be one special token, or several ordinary
-    ones that are cut in any way.
+    """Finds where reasoning (thoughts) ends in a row's output.
+
+    The marker is searched for in the bytes of all tokens, including special tokens, which the text
+    leaves out. So it may be one special token, or any tokens that together contain its bytes.
 
     Attributes:
         fields: the column of thoughts.
@@ -47,8 +48,16 @@ class ReasoningMarkers:
         start: str | None,
         end: str,
     ) -> None:
-        """`special_ids` count as special in any case. ConfigError if nothing tells what the
-        tokens spell."""
+        """Prepare to split the outputs of one model.
+
+        Args:
+            special_ids: ids of tokens that are special even if the tokenizer does not say so.
+            start: the marker with which thoughts begin; None if every output begins with thoughts.
+            end: the marker with which thoughts end.
+
+        Raises:
+            ConfigError: there is no tokenizer, or it does not tell the bytes of the tokens.
+        """
         if tokenizer is None:
             raise ConfigError(
                 "output.reasoning_end needs a tokenizer, and the model comes without one: drop it"
@@ -65,11 +74,11 @@ class ReasoningMarkers:
         self._end = end.encode()
 
     def split(self, output: RequestOutput) -> SplitOutput:
-        """The output with the text that follows the thoughts, and the column of thoughts.
+        """Return the output with the text that follows the thoughts, and the column of thoughts.
 
-        Without the end marker everything is thoughts, and the text is empty. Where a start marker
-        is given, a row thinks only if it begins with that or its prompt ends inside of thoughts;
-        one that does not has no thoughts, which is None, as for a row with an error.
+        If the end marker is missing, all text is thoughts and the answer is empty. With a start
+        marker, a row has thoughts only if its output begins with the marker, or if its prompt ends
+        after a start marker without an end. Without thoughts, or with an error, the column is null.
         """
         ids = output.token_ids
         spelled = self._spell(ids)
@@ -79,16 +88,17 @@ class ReasoningMarkers:
         if at < 0:
             thoughts = self._without_start(output.text)
             return SplitOutput(replace(output, text=""), {REASONING: thoughts})
-        # A text may lack the space that its first token begins with.
+        # Tokenizers may drop the space of the first token: then positions in the text are 1 less.
         first = self._shown(ids, spelled, len(spelled))[:1]
-        lead = first.isspace() and not output.text[:1].isspace()
-        before = len(self._shown(ids, spelled, at)) - lead
-        answer_start = len(self._shown(ids, spelled, at + len(self._end))) - lead
-        thoughts = self._without_start(output.text[: max(before, 0)])
+        num_dropped = int(first.isspace() and not output.text[:1].isspace())
+        thoughts_end = len(self._shown(ids, spelled, at)) - num_dropped
+        answer_start = len(self._shown(ids, spelled, at + len(self._end))) - num_dropped
+        thoughts = self._without_start(output.text[: max(thoughts_end, 0)])
         answer = replace(output, text=output.text[max(answer_start, 0) :])
         return SplitOutput(answer, {REASONING: thoughts})
 
     def _thinks(self, output: RequestOutput, spelled: bytes) -> bool:
+        """Return whether an output, whose tokens have the bytes `spelled`, has thoughts."""
         if self._start is None or spelled.lstrip().startswith(self._start):
             return True
         prompt = self._spell(output.prompt_token_ids)
@@ -100,10 +110,11 @@ class ReasoningMarkers:
         return bare[len(start) :] if start and bare.startswith(start) else thoughts
 
     def _spell(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of all tokens, including special tokens."""
         return b"".join([self._texts[id] for id in ids])
 
     def _shown(self, ids: Sequence[int], spelled: bytes, end: int) -> str:
-        """The text of the first `end` bytes of what the tokens spell, without special ones."""
+        """Return the text of the first `end` of the bytes `spelled`, without special tokens."""
         ends = list(accumulate(len(self._texts[id]) for id in ids))
         whole = bisect_right(ends, end)
         texts = [self._texts[id] for id in ids[:whole] if id not in self._special]

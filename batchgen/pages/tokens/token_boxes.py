@@ -1,5 +1,5 @@
-"""Renders the tokens of a row as HTML spans, whose classes and titles hold the facts about each
-token.
+"""Renders the tokens of a row as a row of boxes, HTML spans, whose colours and tooltips show facts
+about each token: its probability, the step that wrote it, its experts.
 
 Radio inputs and `row.css` choose which fact colours the tokens, without scripts or `style`
 attributes, so that any Content-Security-Policy allows it.
@@ -21,18 +21,20 @@ from batchgen.util.hidden import visible
 from batchgen.util.text.safe_text import Span
 
 Decode = Callable[[list[int]], str]
-"""The text of token ids, with special tokens."""
-_CACHED = 20_000  # texts of tokens
-_MOST_TOP = 8  # of the likeliest tokens
+"""Turns token ids into text, with special tokens."""
+_CACHED = 20_000
+"""The number of tokens, and of log-probabilities, whose texts are kept in memory."""
+_MOST_TOP = 8
+"""The number of likeliest tokens that a tooltip lists."""
 
 
 class TokenView:
     """Makes the token views of the rows of one job.
 
     Args:
-        schema: of its rows.
-        decode: None shows ids in place of texts.
-        step_name: what a value of `step_map` is called.
+        schema: the columns of its rows.
+        decode: turns token ids into text; with None the ids are shown.
+        step_name: what a step that generates tokens is called, such as `forward`.
     """
 
     def __init__(
@@ -46,27 +48,35 @@ class TokenView:
     def of(
         self, row: Mapping[str, Any], key: str, text: str | None, answer: Span | None
     ) -> RowTokens:
-        """The view of a row.
+        """Return the view of a row.
 
         Args:
-            row: columns with a value per token may be lists or arrays.
-            key: makes the ids of inputs unique in the page: letters, digits and `-`.
-            answer: the part of the row's text whose tokens are underlined.
+            row: the values of its columns; those with a value per token may be lists or arrays.
+            key: makes the HTML ids of inputs unique in the page: letters, digits and `-`.
+            text: the row's text, or None.
+            answer: the part of the text whose tokens are underlined, or None.
         """
         ids: Sequence[int] = () if (token_ids := row.get("token_ids")) is None else token_ids
         facts = TokenRow.of(row, len(ids), self._schema, self._step_name)
-        return RowTokens(self, [int(id) for id in ids], facts, key, text or "", answer)
+        return RowTokens(
+            view=self,
+            ids=[int(id) for id in ids],
+            facts=facts,
+            key=key,
+            text=text or "",
+            answer=answer,
+        )
 
     def _text(self, id: int) -> str | None:
-        """The text of a token; None without a tokenizer."""
+        """Return the text of a token; None without a tokenizer."""
         if self._decode is None:
             return None
-        # Some tokenizers drop the space before the first token of a text, so the second one tells.
+        # Some tokenizers drop the space before the first token of a text, not before the second.
         one, two = self._decode([id]), self._decode([id, id])
         return two[len(one) :] if two.startswith(one) else one
 
     def _name(self, id: int) -> Markup:
-        """The token in a title."""
+        """Return the text and the id of a token, for a tooltip."""
         text: str | None = self.text(id)
         quoted = "" if text is None else f"“{visible(text).replace(chr(10), '↵')}” "
         return escape(f"{quoted}id {id}")
@@ -74,7 +84,13 @@ class TokenView:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The token view of one row."""
+    """The token view of one row.
+
+    Attributes:
+        ids: the token ids of the row.
+        facts: the facts about these tokens.
+        key, text, answer: see `TokenView.of`.
+    """
 
     view: TokenView
     ids: Sequence[int]
@@ -85,7 +101,8 @@ class RowTokens:
     _html: dict[int, str] = field(default_factory=dict)
 
     def html(self, limit: int | None = None) -> Markup:
-        """The tokens, at most `limit` from the beginning and the end; empty if there are none."""
+        """Return the view. Of more than `limit` tokens, half of `limit` are shown from the start
+        and half from the end. The view is empty if there are no tokens or the limit is 0."""
         count = len(self.ids)
         if not count or limit == 0:
             return Markup("")
@@ -101,13 +118,14 @@ class RowTokens:
 
     @property
     def _film(self) -> Markup:
-        """A slider through the steps, which a page with the script of `view` shows."""
+        """A slider through the steps, which stays hidden without the script of `batchgen view`."""
         if self.facts.steps is None or not len(self.facts.steps):
             return Markup("")
         last = max(self.facts.steps)
         return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
 
     def _span(self, index: int) -> str:
+        """Return the box of a token; boxes are kept for views with other limits."""
         if (html := self._html.get(index)) is None:
             id = self.ids[index]
             text: str | None = self.view.text(id)
@@ -121,6 +139,7 @@ class RowTokens:
         return html
 
     def _title(self, index: int) -> str:
+        """Return the tooltip of a token, as lines of HTML text."""
         facts, name = self.facts, self.view.name
         lines: list[str] = [name(self.ids[index])]
         if facts.logprobs is not None:
@@ -134,28 +153,30 @@ class RowTokens:
 
     @cached_property
     def _inside(self) -> range:
-        """The tokens of the answer, if the row's text is the texts of its tokens."""
+        """The indices of the answer's tokens. The range is empty if the texts of the tokens do not
+        add up to the row's text: then it is unknown which tokens these are."""
         if self.answer is None or not self.view.has_texts:
             return range(0)
         texts = [self.view.text(id) or "" for id in self.ids]
         if not "".join(texts).startswith(self.text):
             return range(0)
-        at, indices = 0, []
+        start, indices = 0, []
         for index, text in enumerate(texts):
-            if at < self.answer.end and at + len(text) > self.answer.start:
+            if start < self.answer.end and start + len(text) > self.answer.start:
                 indices.append(index)
-            at += len(text)
+            start += len(text)
         return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 def _shown(text: str) -> str:
-    """A token in the page: a line break is seen and breaks the line."""
+    """Return a token's text for its box. A line break is shown as ↵ and also breaks the line."""
     if not text:
         return "∅"
     return str(escape(visible(text))).replace("\t", "⇥\t").replace("\n", "↵\n")
 
 
 def _logprob(value: float | None) -> str:
+    """Return a log-probability and, in brackets, the probability."""
     if value is None or math.isnan(value):
         return "–"
     return _logprob_text(round(float(value), 3))
@@ -183,12 +204,13 @@ _LEGEND = Markup('<p class="legend l-{mode}">{text}</p>')
 
 
 def _switches(modes: Sequence[Mode], key: str) -> Markup:
+    """Return radio buttons that choose what colours show, and the legend of each choice."""
     if len(modes) == 1:
         return Markup("")
     first = Markup(" checked")
     switches = [
-        _SWITCH.format(mode=mode.key, key=key, name=mode.name, checked="" if i else first)
-        for i, mode in enumerate(modes)
+        _SWITCH.format(mode=mode.key, key=key, name=mode.name, checked="" if index else first)
+        for index, mode in enumerate(modes)
     ]
     return Markup("").join(
         [*switches, *(_LEGEND.format(mode=mode.key, text=mode.legend) for mode in modes)]

@@ -1,6 +1,8 @@
-"""The experts of a mixture as one module: their weights, how these are loaded, and the products.
+"""The experts of an MoE layer as one module: their weights, how these are loaded, and the products.
 
-`SparseMoE` (`moe.py`) routes tokens and calls `Experts`.
+`SparseMoE` (`moe.py`) routes tokens and calls `Experts`. The word *slot* has two meanings here. A
+weight slot is a place of a parameter that the loader fills with a tensor of the checkpoint
+(`WeightSlot`). An adapter slot is the index of a LoRA adapter in memory, and a token has one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
 from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import FP8Experts
-from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
+from batchgen.kernels.fp8.fp8_tiles import tma_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
@@ -55,9 +57,9 @@ class Experts(nn.Module):
     A checkpoint may hold each projection of each expert in a separate tensor
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
     `experts.down_proj` [E, H, I], with or without `.weight`). The last two axes may be transposed
-    (Qwen3-VL), or `variant.interleaved` (gpt-oss). Weights are kept in panels where `keeps_panels`
-    says so, or in FP8 or 4 bits (`quantise`). Each rank of tensor parallelism has consecutive whole
-    experts.
+    (Qwen3-VL), or the rows of gate and up interleaved (gpt-oss); `variant` says so. Weights are
+    kept in FP8 or 4 bits after `quantise`, and on a GPU in panels, a layout in memory
+    (`tiled_layout.py`). Each rank of tensor parallelism has consecutive whole experts.
 
     E is the number of experts, H the hidden size, I an expert's intermediate size, T the number of
     tokens and k the number of experts per token.
@@ -80,15 +82,15 @@ class Experts(nn.Module):
         self._hidden, self._inner, parallel = hidden_size, intermediate_size, where.parallel
         self._num_experts, self._parallel = num_experts, parallel
         rank_experts = parallel.share("num_experts", num_experts)
-        self._first = parallel.rank * rank_experts
+        self._first = parallel.rank * rank_experts  # the index of this rank's first expert
         rows = len(variant.first) * intermediate_size
         shapes = (rank_experts, rows, hidden_size), (rank_experts, hidden_size, intermediate_size)
         in_panels = keeps_panels(where.device, where.dtype, hidden_size, intermediate_size)
-        wide, narrow = (
+        gate_up, down = (
             panels_shape(*shape, where.dtype) if in_panels else shape for shape in shapes
         )
-        self.gate_up_proj = empty_parameter(*wide, device=where.device, dtype=where.dtype)
-        self.down_proj = empty_parameter(*narrow, device=where.device, dtype=where.dtype)
+        self.gate_up_proj = empty_parameter(*gate_up, device=where.device, dtype=where.dtype)
+        self.down_proj = empty_parameter(*down, device=where.device, dtype=where.dtype)
         self.gate_up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if variant.biased:
@@ -98,8 +100,9 @@ class Experts(nn.Module):
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | MXFP4Format | None = None
-        self._layouts: tuple[Layout, Layout] | None = None  # of weights in 4 bits
+        self._layouts: tuple[Layout, Layout] | None = None  # of 4-bit weights; None: they are not
         self._dtype = where.dtype
+        # The weights in the layout for a CPU, after `pack`. They replace the parameters.
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
         self._lora: LoRAState | None = None
         self._gate_up_lora: LayerLoRA | None = None
@@ -142,9 +145,10 @@ class Experts(nn.Module):
                 "the blocks that share scales: use the checkpoint in bfloat16 with "
                 "model.quantization=fp8"
             )
-        if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
+        # A name below `path` excludes a part of the experts.
+        if below := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(
-                f"modules_to_not_convert excludes {some[0]} and not {path}, whose experts are "
+                f"modules_to_not_convert excludes {below[0]} and not {path}, whose experts are "
                 "computed together: exclude all of them or none"
             )
         self.form = form
@@ -168,12 +172,12 @@ class Experts(nn.Module):
         parameters = [
             four_bit_parameters(form, matrix_sizes(each), dtype, device) for each in weights
         ]
-        wide, narrow = parameters
-        if wide is None or narrow is None:
+        gate_up, down = parameters
+        if gate_up is None or down is None:
             return
-        self.gate_up_proj, self.gate_up_scales, gate_up = wide
-        self.down_proj, self.down_scales, down = narrow
-        self._layouts = gate_up, down
+        self.gate_up_proj, self.gate_up_scales, gate_up_layout = gate_up
+        self.down_proj, self.down_scales, down_layout = down
+        self._layouts = gate_up_layout, down_layout
 
     @property
     def names(self) -> tuple[str, str]:
@@ -185,12 +189,13 @@ class Experts(nn.Module):
         """Return the number of experts on all ranks, and the output and input features of an
         expert's weight. `name` is one of `names`."""
         rows = len(self.variant.first) * self._inner
-        wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
-        return self._num_experts, *(narrow if name == "down_proj" else wide)
+        gate_up, down = (rows, self._hidden), (self._hidden, self._inner)
+        return self._num_experts, *(down if name == "down_proj" else gate_up)
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether tokens may be passed as `RoundedRows`."""
+        """Whether kernels read FP8 weights. Then tokens may be passed as `RoundedRows`, which are
+        already rounded to FP8."""
         return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
 
     @property
@@ -211,13 +216,15 @@ class Experts(nn.Module):
             ids: [T, k], the experts of the tokens.
             adapter_slots: [T], the adapter slots of the tokens; None without adapters.
         """
-        adapters, both = None, (self._gate_up_lora, self._down_lora)
+        adapters, loras = None, (self._gate_up_lora, self._down_lora)
         if adapter_slots is not None:
-            wide, narrow = (None if lora is None else lora.of_experts() for lora in both)
+            gate_up, down = (None if lora is None else lora.of_experts() for lora in loras)
             rank_experts = self._num_experts // self._parallel.size
-            adapters = ExpertAdapters(adapter_slots, ids, rank_experts, wide, narrow)
-        of = self.variant
-        return Epilogues(self.gate_up_bias, self.down_bias, of.clamped, of.function, adapters)
+            adapters = ExpertAdapters(adapter_slots, ids, rank_experts, gate_up, down)
+        variant = self.variant
+        return Epilogues(
+            self.gate_up_bias, self.down_bias, variant.clamped, variant.function, adapters
+        )
 
     def adapter_slots(self, count: int) -> Tensor | None:
         """Return the adapter slots [T] of a forward's `count` tokens; None if these experts have no
@@ -237,8 +244,13 @@ class Experts(nn.Module):
         """Compute the weighted sum [T, H] of each token's experts on this rank, with their
         adapters.
 
-        If `residual` is given, the sum is added to it in place. `shared` is called once, last, and
-        its result is added too.
+        Args:
+            ids: the experts of the tokens, among those of all ranks.
+            weights: their weights in the sum.
+            residual: if not None, the sum is added to it in place.
+            shared: computes the output of the layer's shared expert, which is added too. It is
+                called once, after the experts.
+            adapter_slots: as for `epilogues`.
         """
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
@@ -267,8 +279,9 @@ class Experts(nn.Module):
         shared: Callable[[], SharedPart] | None = None,
         adapter_slots: Tensor | None = None,
     ) -> Stream:
-        """Add the sum of `forward` to `residual` in place, now or when the stream is read. Needs
-        all experts on this rank."""
+        """Add the sum of `forward` to `residual` in place, and return the new residual stream. If
+        the next layer's norm can add up the experts' results in its own kernel, they are returned
+        unsummed (`PendingParts`). Needs all experts on this rank."""
         parts = None
         if self._packed is None:
             epilogues = self.epilogues(ids, adapter_slots)
@@ -282,29 +295,31 @@ class Experts(nn.Module):
         """Return the weights of both products in their format, for these tokens."""
         if (packed := self.in_four_bits) is not None:
             return packed
-        wide, narrow, form = self.gate_up_scales, self.down_scales, self.form
-        if wide is None or narrow is None:
+        gate_up_scales, down_scales, form = self.gate_up_scales, self.down_scales, self.form
+        if gate_up_scales is None or down_scales is None:
             return PlainExperts(self.gate_up_proj, self.down_proj)
         assert isinstance(form, FP8Format)
-        gate_up, down = FP8Weight(self.gate_up_proj, wide), FP8Weight(self.down_proj, narrow)
+        gate_up = FP8Weight(self.gate_up_proj, gate_up_scales)
+        down = FP8Weight(self.down_proj, down_scales)
         rows = x.in_fp8 if isinstance(x, RoundedRows) else None
         return FP8Experts(gate_up, down, form.powers_of_two, rows)
 
     @property
     def in_four_bits(self) -> FourBitExperts | None:
         """The weights of both products, if they are 4-bit."""
-        wide, narrow = self.gate_up_scales, self.down_scales
-        if wide is None or narrow is None or self._layouts is None:
+        gate_up_scales, down_scales = self.gate_up_scales, self.down_scales
+        if gate_up_scales is None or down_scales is None or self._layouts is None:
             return None
-        gate_up, down = self._layouts
+        gate_up_layout, down_layout = self._layouts
         return FourBitExperts(
-            FourBitPanels(self.gate_up_proj, wide, gate_up),
-            FourBitPanels(self.down_proj, narrow, down),
+            FourBitPanels(self.gate_up_proj, gate_up_scales, gate_up_layout),
+            FourBitPanels(self.down_proj, down_scales, down_layout),
         )
 
     def scratch_bytes(self, slots: int) -> int:
-        """Return the bytes of the weights that are dequantised at once when all ranks' experts
-        compute this many slots."""
+        """Return the bytes of the weights that are dequantised at once in a forward of `slots`
+        pairs of a token and one of its experts; 0 if none are, because kernels read 4-bit
+        weights for so few pairs."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
         if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
             return 0
@@ -318,22 +333,25 @@ class Experts(nn.Module):
         return indices.masked_fill_((indices < 0) | (indices >= rank_experts), rank_experts)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield a slot for each projection of each expert, and one for each kind of all experts."""
+        """Yield a weight slot for each projection of each expert, and one for each kind of
+        projection of all experts, because checkpoints have the one or the other. `path` is this
+        module's name in checkpoints."""
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
-        wide, narrow = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
+        gate_up, down = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
         both, single = self.variant.first, ("down_proj",)
         for kind in (
-            Projections(self.names[0], both, self.gate_up_proj, self._hidden, *wide),
-            Projections("down_proj", single, self.down_proj, self._inner, *narrow),
+            Projections(self.names[0], both, self.gate_up_proj, self._hidden, *gate_up),
+            Projections("down_proj", single, self.down_proj, self._inner, *down),
         ):
             packed = self.in_four_bits
             if packed is not None and not isinstance(self.form, MXFP4Format):
                 panels = packed[0] if kind.parts == both else packed[1]
-                of, first = self._num_experts, self._first
-                yield from four_bit_slots(path, kind, panels, of=of, first=first, shard=shard)
+                count, first = self._num_experts, self._first
+                yield from four_bit_slots(path, kind, panels, of=count, first=first, shard=shard)
                 continue
             if isinstance(self.form, MXFP4Format):
                 rows = 2 * self._inner if kind.parts == both else self._hidden
+                # Interleaved rows of gate and up take turns in the checkpoint.
                 turns = len(kind.parts) if self.variant.interleaved else 1
                 yield from mxfp4_slots(path, kind, (rows, kind.columns), turns, shard)
                 continue
@@ -348,8 +366,8 @@ class Experts(nn.Module):
             )
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
-        """Yield both products. The targets of a product are each expert's projections, and each
-        expert's projections together under the name of the weight of all experts
+        """Yield both products as places for LoRA adapters. An adapter may change each projection of
+        an expert, or gate and up together, under the name of the weight of all experts
         (`experts.3.gate_up_proj`)."""
         rank_experts, both = self._num_experts // self._parallel.size, self.variant.first
         for whole, parts in zip(self.names, (both, ("down_proj",)), strict=True):
@@ -357,9 +375,10 @@ class Experts(nn.Module):
             size, targets = width // len(parts), list[LoRATarget]()
             for index in range(self._num_experts):
                 expert = index - self._first if 0 <= index - self._first < rank_experts else None
-                kinds = [(part, i * size, size) for i, part in enumerate(parts)]
-                kinds += [(whole, 0, width)] if len(parts) > 1 else []
-                for name, start, length in kinds:
+                # The name of each target, and its rows of the expert's weight.
+                spans = [(part, i * size, size) for i, part in enumerate(parts)]
+                spans += [(whole, 0, width)] if len(parts) > 1 else []
+                for name, start, length in spans:
                     part = LoRAPart(start, length)
                     targets.append(LoRATarget(f"{path}.{index}.{name}", part, expert=expert))
             yield LoRASite(tuple(targets), width, depth, rank_experts, of_experts=True)
@@ -397,16 +416,16 @@ class Experts(nn.Module):
 def _empty_mxfp4(weights: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
     """Allocate MXFP4 parameters for weights [E, N, K] or their panels."""
     panels = empty_panels(matrix_sizes(weights), MXFP4, device=weights.device)
-    words, scales = (nn.Parameter(part, requires_grad=False) for part in panels[:2])
-    return words, scales
+    words = nn.Parameter(panels.words, requires_grad=False)
+    return words, nn.Parameter(panels.scales, requires_grad=False)
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Allocate FP8 parameters for weights [E, N, K], as panels where the copy engine can read
-    them."""
+    """Allocate FP8 values and scales for weights [E, N, K] or their panels, in panels where TMA can
+    read these. `scale_rows` rows share a scale."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
-    if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):
+    if keeps_panels(device, FP8, shape[2]) and tma_reads(shape[2], device):
         values = nn.Parameter(values.view(panels_shape(*shape, FP8)), requires_grad=False)
     return values, scales
 
@@ -414,8 +433,8 @@ def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Param
 def packed_products(
     weights: Tensor, products: CPUProducts, bias: Tensor | None = None
 ) -> ExpertProducts:
-    """Lay out the weights [E, N, K] of all experts (or heads) by the method chosen for the first
-    one."""
+    """Lay out the weights [E, N, K] of all experts (or heads) for products on this CPU, by the
+    method that `products` chooses for the first one."""
     product = products.choose(weights[0], None)
     laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
     return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]), bias)

@@ -1,5 +1,5 @@
-"""How the routers of different models compute scores and weights, as settings of one function,
-`routing.route`."""
+"""What differs between the routers of models, as settings of one function, `routing.route`. A
+router chooses the experts of a token and their weights."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RouterForm:
-    """How a router makes scores and weights, and from which groups of experts it chooses.
+    """How a router makes the scores and weights of experts, and from which groups it chooses.
 
-    With groups (DeepSeek-AI 2024, arXiv 2405.04434) experts are chosen from the `kept_groups` best.
-    A group is as good as its best expert, or its best two together; of equal groups the first is
-    better.
+    The k experts with the largest scores are chosen. By default scores are a softmax of the logits
+    over all experts, and weights are the scores of the chosen ones.
+
+    A model may divide its experts into groups (DeepSeek-AI 2024, arXiv 2405.04434): experts with
+    consecutive ids. Then they are chosen from the `kept_groups` groups with the largest scores. A
+    group's score is the sum of its `group_best` largest; of equal groups the first is kept.
     """
 
-    sigmoid: bool = False  # scores are sigmoids of logits, otherwise a softmax over all
-    choose_first: bool = False  # scores are logits, and weights a softmax over the chosen ones
-    groups: int = 1  # into which experts fall in the order of their ids
+    sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
+    choose_first: bool = False  # scores are the logits, and weights a softmax over the chosen ones
+    groups: int = 1  # the number of groups; 1: no groups
     kept_groups: int = 1
-    group_best: int = 1  # how many of its experts' scores, 1 or 2, a group's adds up
-    scale: float = 1.0  # multiplies the weights at last
-    least_sum: float = 0.0  # is added to the sum that divides the weights
+    group_best: int = 1  # 1 or 2
+    scale: float = 1.0  # the weights are multiplied by this at the end
+    least_sum: float = 0.0  # added to the sum by which weights are divided (`renormalise`)
 
     def __post_init__(self) -> None:
-        assert not (self.sigmoid and self.choose_first), "scores are one or the other"
+        assert not (self.sigmoid and self.choose_first), "only one kind of score"
 
     def check(self, num_experts: int, experts_per_token: int) -> None:
         """Raise ValueError if the groups do not fit the experts of a model."""
@@ -33,10 +36,10 @@ class RouterForm:
                 f"topk_group {self.kept_groups} of n_group {self.groups} groups of {num_experts} "
                 "experts: groups must have equal sizes, and no more can be kept than there are"
             )
-        of_group = num_experts // self.groups
-        if self.groups > 1 and of_group < self.group_best:
-            raise ValueError(f"n_group {self.groups} leaves {of_group} expert in a group")
-        if self.kept_groups * of_group < experts_per_token:
+        group_size = num_experts // self.groups
+        if self.groups > 1 and group_size < self.group_best:
+            raise ValueError(f"n_group {self.groups} leaves {group_size} expert in a group")
+        if self.kept_groups * group_size < experts_per_token:
             raise ValueError(
                 f"num_experts_per_tok {experts_per_token} is more than the experts of topk_group "
                 f"{self.kept_groups} groups"

@@ -16,21 +16,19 @@ def route(
     *,
     renormalise: bool,  # divide the k weights by their sum
     form: RouterForm = SOFTMAX,
-    # [E] float32, for the choice alone (Wang et al. 2024, arXiv 2408.15664)
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,  # [E] float32, which multiply the weights at last
+    bias: Tensor | None = None,  # [E] float32
+    scales: Tensor | None = None,  # [E] float32
 ) -> tuple[Tensor, Tensor]:
-    """Choose k experts of each token by their scores.
+    """Choose k experts of each token by their scores (Shazeer et al. 2017).
 
-    Scores are a softmax over all experts (Shazeer et al. 2017, in the order of Qwen's models: first
-    the softmax, then the choice) or sigmoids, in float32, or the logits themselves. Chosen are the
-    largest scores, or sums of score and bias; of equal ones the lower id is first. Kept groups have
-    at least k experts.
+    `form` says what scores and weights are; scores are float32. If there is a `bias` (Wang et al.
+    2024, arXiv 2408.15664), it is added to the scores for the choice, but not for the weights. Of
+    equal scores the expert with the lower id is chosen first. The kept groups must have at least k
+    experts.
 
-    Returns ids [T, k] int32, the first chosen in front, and weights [T, k] float32: scores without
-    the bias, or a softmax over them if scores are logits, times `form.scale` and the chosen
-    experts' `scales`. A row of logits that is not finite has NaN weights, and ids in [0, E) all the
-    same; no other row is touched.
+    Returns ids [T, k] int32 in the order of choice, and weights [T, k] float32, which are
+    multiplied by `form.scale` and by the chosen experts' `scales`. A token with a logit that is not
+    finite has NaN weights, and still ids in [0, E); other tokens are not affected.
     """
     run = route_triton if logits.is_cuda else route_reference
     return run(logits, k, renormalise=renormalise, form=form, bias=bias, scales=scales)
@@ -45,21 +43,21 @@ def route_reference(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`route` in PyTorch."""
+    """Compute `route` in PyTorch."""
     logits = logits.float()
     if form.choose_first:
         scores = logits
     else:
         scores = sigmoid(logits) if form.sigmoid else logits.softmax(-1)
-    if form.sigmoid or form.choose_first:  # an infinite logit may leave finite weights
+    if form.sigmoid or form.choose_first:  # otherwise an infinite logit could give finite weights
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))
     choice = scores if bias is None else scores + bias
     if form.kept_groups < form.groups:
         in_groups = choice.unflatten(1, (form.groups, -1))
         best = in_groups.sort(-1, descending=True).values
-        of_group = best[..., 0] if form.group_best == 1 else best[..., 0] + best[..., 1]
-        kept = torch.zeros_like(of_group, dtype=torch.bool)
-        kept.scatter_(1, _largest(of_group, form.kept_groups), value=True)
+        group_scores = best[..., 0] if form.group_best == 1 else best[..., 0] + best[..., 1]
+        kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        kept.scatter_(1, _largest(group_scores, form.kept_groups), value=True)
         choice = in_groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
     ids = _largest(choice, k)
     weights = scores.gather(1, ids)
@@ -73,12 +71,14 @@ def route_reference(
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Return the indices [T, k] of the k largest, of equal ones the first, unlike torch.topk."""
+    """Return the indices [T, k] of the k largest values [T, N] float32. Of equal ones the first is
+    taken, which torch.topk does not promise."""
     count = values.shape[1]
     # As integers the bits of floats that are not negative have their order, and bits of negative
     # ones the opposite order. NaN is above or below all. Adding 0 makes 0 of -0.
     bits = (values + 0.0).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    # One integer has the value and, for equal values, the index in descending order.
     order = bits.long() * count
     order += torch.arange(count - 1, -1, -1, device=values.device)
     return count - 1 - order.topk(k).values % count

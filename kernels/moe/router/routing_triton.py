@@ -1,4 +1,5 @@
-"""Which experts a token goes to, in Triton: scores, groups and top-k in one launch."""
+"""`routing.route` in Triton: which experts each token goes to. Scores, groups and the choice of the
+k largest are one launch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def _route(
     BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program routes ROWS tokens: it takes the expert with the largest score K times."""
+    """Each program routes ROWS tokens: it takes the expert with the largest score K times.
+
+    Experts past the last (BLOCK is a power of two) have the logit -inf and are never chosen. Tokens
+    past the last are computed and not stored.
+    """
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)[None, :]
     slot = tl.arange(0, BLOCK_K)[None, :]
@@ -78,7 +83,7 @@ def _route(
         left = _keep_groups(left, expert, experts // GROUPS, GROUPS, KEPT, PAIRS, ROWS, BLOCK)
     ids = tl.zeros([ROWS, BLOCK_K], tl.int32)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for taken in tl.static_range(K):
+    for choice in tl.static_range(K):
         best = tl.max(left, axis=1)
         chosen = tl.min(tl.where(left == best[:, None], expert, BLOCK), axis=1)
         is_chosen = expert == chosen[:, None]
@@ -86,8 +91,8 @@ def _route(
         weight = best
         if BIASED:
             weight = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)
-        ids = tl.where(slot == taken, chosen[:, None], ids)
-        weights = tl.where(slot == taken, weight[:, None], weights)
+        ids = tl.where(slot == choice, chosen[:, None], ids)
+        weights = tl.where(slot == choice, weight[:, None], weights)
     if CHOOSE_FIRST:
         top = tl.max(tl.where(slot < K, weights, -float("inf")), axis=1)
         weights = tl.where(slot < K, tl.exp(weights - top[:, None]), 0.0)
@@ -110,7 +115,7 @@ def _keep_groups(
 ):  # fmt: skip
     """Replace `choice` [ROWS, BLOCK] by -inf outside the KEPT best groups of `size` experts."""
     # Every expert gets the score of its group, so that groups are chosen as experts are.
-    of_group = tl.full([ROWS, BLOCK], -float("inf"), tl.float32)
+    group_score = tl.full([ROWS, BLOCK], -float("inf"), tl.float32)
     for group in tl.static_range(GROUPS):
         member = expert // size == group
         inside = tl.where(member, choice, -float("inf"))
@@ -119,12 +124,12 @@ def _keep_groups(
             first = tl.min(tl.where(inside == best[:, None], expert, BLOCK), axis=1)
             others = tl.where(expert == first[:, None], -float("inf"), inside)
             best += tl.max(others, axis=1)
-        of_group = tl.where(member, best[:, None], of_group)
+        group_score = tl.where(member, best[:, None], group_score)
     kept = tl.zeros([ROWS, BLOCK], tl.int32)
     for _ in tl.static_range(KEPT):
-        best = tl.max(of_group, axis=1)
-        first = tl.min(tl.where(of_group == best[:, None], expert, BLOCK), axis=1)
+        best = tl.max(group_score, axis=1)
+        first = tl.min(tl.where(group_score == best[:, None], expert, BLOCK), axis=1)
         in_group = expert // size == (first // size)[:, None]
         kept = tl.where(in_group, 1, kept)
-        of_group = tl.where(in_group, -float("inf"), of_group)
+        group_score = tl.where(in_group, -float("inf"), group_score)
     return tl.where(kept > 0, choice, -float("inf"))

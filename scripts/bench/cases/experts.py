@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "30b-a3b": Shape(128, 8, 2048, 768),
+    "30b-a3b": Shape(experts=128, k=8, hidden=2048, inner=768),
     "35b-a3b": Shape(256, 8, 2048, 512),
     "v2-lite": Shape(64, 6, 2048, 1408),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
@@ -110,7 +110,8 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
         def whole(i: int, batch: Batch = batch) -> Tensor:
             return grouped_mlp_triton(batch.x, layer.experts, *batch.route(i))
 
-        yield batch.layer_case(f"{options.shape}, {batch.touched:.1f} experts", whole, 2)
+        title = f"{options.shape}, {batch.touched:.1f} experts"
+        yield batch.layer_case(title, whole, value_bytes=DTYPE.itemsize)
         yield batch.case("  route", batch.route)
         yield batch.case("  align", partial(batch.align, tiles.block_m))
         yield batch.case("  gate_up", partial(gate_up, tiles.gate_up))
@@ -125,7 +126,8 @@ def products(
     block_m: int,
     kernels: tuple[Callable[..., None], Callable[..., None]] = (gate_up_product, down_product),
 ) -> tuple[Product, Product]:
-    """Return the two products of a layer as functions of their tiles and the index of a routing."""
+    """Return the two products of a layer as functions of (tiles, i), where i is the index of a
+    routing. `block_m` is the number of slots of a tile, and `kernels` compute the products."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
     activations, experts = torch.empty_like(batch.activated), layer.experts
     first, second = kernels

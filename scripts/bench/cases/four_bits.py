@@ -20,11 +20,12 @@ from batchgen.kernels.layers.linear import linear
 
 INT4 = Layout("int4", 128, DTYPE)
 _SCALES = {"int4": 0xC3083C00 - 2**32, "nvfp4": 0x50505050}
-"""A scale of 2**-7, and a zero point of 8; four scales of 1."""
+"""A word of scales. int4: a scale of 2**-7 and a zero point of 8; NVFP4: four scales of 1."""
 _FACTOR = 0x40000000
-"""A factor of 2**-7 in a row's last word, times 2**8."""
+"""The last word of scales of an NVFP4 row: a factor of 2**-7, stored as 2**8 times that."""
 _CACHE = 200 * 2**20
-"""Bytes of weights that are read in turn, so that none is found in the L2 cache."""
+"""Copies of a weight have this many bytes together. Launches read one copy after another, so that
+none is still in the L2 cache (50 MiB on an H200) when it is read again."""
 
 
 class Shape(NamedTuple):
@@ -46,7 +47,7 @@ SHAPES = {
 
 
 class Layer:
-    """A weight in 4 bits, as often as the L2 cache is to be left."""
+    """A random weight in 4 bits, in `count` copies (see `_CACHE`)."""
 
     def __init__(self, shape: Shape, layout: Layout) -> None:
         self.shape, self.layout = shape, layout
@@ -68,8 +69,8 @@ class Layer:
 
 
 def linear_cases(layout: Layout, options: argparse.Namespace) -> Iterator[Case]:
-    """Each layer in 4 bits, as the table cuts it and with a weight that is dequantised before, and
-    in bfloat16."""
+    """Yield three cases for each layer and number of tokens: the 4-bit kernel, a product with a
+    weight that is dequantised first, and a product in bfloat16."""
     for name, shape in SHAPES[options.shape].items():
         layer = Layer(shape, layout)
         plain = [dequantise_rows(weight)[0] for weight in layer.weights]

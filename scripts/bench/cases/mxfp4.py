@@ -44,8 +44,8 @@ def _random_panels(*shape: int) -> FourBitPanels:
 
 
 def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """A layer in MXFP4 from the ids on, as its table cuts it and with weights that are dequantised
-    before; in bfloat16; and each launch."""
+    """Yield cases of a whole layer, from the experts' ids on: the MXFP4 kernels, weights that are
+    dequantised first, and bfloat16. Then yield a case for each MXFP4 product."""
     shape = SHAPES[options.shape]
     layer, weights = make_layer(shape), 3 * shape.hidden * shape.inner
     dequantised = PlainExperts(*map(dequantise_panels, layer.experts))
@@ -70,6 +70,7 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         if tiles is not None:
             kernels = four_bit_gate_up, four_bit_down
             gate_up, down = products(layer, batch, tiles.block_m, kernels)
+            # Of an expert's three matrices, gate and up are in the first product.
             flops, least = flops * 2 / 3, least * 2 / 3
             yield case("  gate_up", partial(gate_up, tiles.gate_up), least)
             flops, least = flops / 2, least / 2

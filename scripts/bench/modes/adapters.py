@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time a workload whose rows have no adapter, or one of several in turn.
 
-    Rows without one run in an engine of the model alone, and (0) in that of the adapters. Runs of
-    all numbers come after one another, and then again.
+    Rows without an adapter run in an engine of the model alone and, as "0 adapters", in the engine
+    that has adapters. Each turn (`--runs`) times every number of adapters once.
     """
     rows = requests(options.workload, prompt_vocab(MODELS[options.model]["vocab_size"]))
     most, seconds = max(options.adapters), dict[str, list[float]]()
@@ -62,9 +62,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     base = median(seconds["model alone"])
-    for name, found in seconds.items():
-        times = ", ".join(f"{one:.2f}" for one in found)
-        print(f"{name}: {times} s, {base / median(found):.3f} of the speed without", flush=True)
+    for name, runs in seconds.items():
+        times = ", ".join(f"{one:.2f}" for one in runs)
+        print(f"{name}: {times} s, {base / median(runs):.3f} of the speed without", flush=True)
     return [{"model": options.model, "rank": options.rank, "seconds": seconds}]
 
 
@@ -72,7 +72,7 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
     model = dummy_model(options.model, DEVICE)
     if adapters:
         with tempfile.TemporaryDirectory() as folder:
-            # One file under all names: slots hold a copy for each of them.
+            # All adapters are one file under different names, and the engine has a copy for each.
             path = Path(folder)
             _write_adapter(path, model, options.rank, experts=options.experts)
             add_adapters(model, {f"a{i}": open_adapter(path) for i in range(adapters)})
@@ -83,7 +83,8 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
 
 
 def _write_adapter(folder: Path, model: CausalLM, rank: int, *, experts: bool) -> None:
-    """Write an adapter of all linear layers that can have one, and maybe of all experts."""
+    """Write a LoRA adapter in PEFT's format for all linear layers that can have one, and with
+    `experts` also for all experts."""
     tensors = dict[str, torch.Tensor]()
     slots = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -111,7 +112,7 @@ def _write_adapter(folder: Path, model: CausalLM, rank: int, *, experts: bool) -
 
 
 def _factors(module: str, width: int, depth: int, rank: int) -> dict[str, torch.Tensor]:
-    """Small random factors of a weight, by their names in an adapter's file."""
+    """Return small random factors A and B of a weight, by their names in an adapter's file."""
     shapes = {"A": (rank, depth), "B": (width, rank)}
     return {
         f"base_model.model.{module}.lora_{factor}.weight": torch.randn(shape, device=DEVICE)
@@ -130,7 +131,7 @@ def _time(engine: LLMEngine, load: list[Any], adapters: int | None, turn: int) -
         params = RequestParams(
             temperature=0.6, ignore_eos=True, max_new_tokens=each.output_len, seed=index, lora=name
         )
-        # Prompts that the prefix cache does not have.
+        # Shifted ids make prompts that the prefix cache does not have.
         shift = turn * 64 + (adapters or 0)
         rows.append(([(token + shift) % vocab for token in each.prompt], params))
     return run_rows(engine, rows)[0]

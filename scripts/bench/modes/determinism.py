@@ -1,11 +1,11 @@
 """The mode determinism of bench_engine.py: does a row keep its bits, whatever else is in the batch?
 
-A digest of each operation's result for a token is kept at the token's KV slot, so those of rejected
-drafts are overwritten, and a row that shares a prefix has the digests of the row that computed it.
-The digests are made within captured CUDA graphs too. Those of one run of the row alone are the
-reference. An operation that is the first to differ, in the order of the layers, at any position, is
-the cause: all that it read was equal. A prefill leaves no digests of the last layer, of which it
-computes only some tokens.
+A digest (hash) of each operation's result for a token is kept by the token's KV slot, its index in
+the KV cache. So digests of rejected drafts are overwritten, and a row that shares a prefix has the
+digests of the row that computed it. Digests are made in captured CUDA graphs too. The reference are
+the digests of one run of the row alone. The first operation that differs from it, in the order of
+the layers, is the cause, because all that it read was equal. There are no digests of a prefill's
+last layer, of which only some tokens are computed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ LAYERS = {
     "deepseek-v2-lite": 4, "qwen3-vl-8b": 4,
 }  # fmt: skip
 """The models that run by default, and how many of their layers."""
-
-
-ON_GPU, ON_CPU = Sizes(90_000, 192, 160, 24), Sizes(3_000, 6, 44, 5)
-"""On a GPU the prompt is longer than a split of a context under any rule."""
+ON_GPU = Sizes(tokens=90_000, rows=192, blocks=160, side=24)
+"""The prompt is longer than a split of a context is under any rule (`BitRules.splits`)."""
+ON_CPU = Sizes(tokens=3_000, rows=6, blocks=44, side=5)
 
 
 def first_difference(tape: Tape, reference: Result, found: Result, prompt: int) -> str | None:
     """Name the first operation whose digests differ at tokens that both runs have in common, and
-    where; None if nothing differs."""
+    where; None if nothing differs. `prompt` is the number of prompt tokens."""
     tokens, others = (np.array(each.tokens) for each in (reference, found))
     equal = int(np.cumprod(tokens == others).sum())
     common = prompt + min(equal, len(tokens) - 1)
@@ -75,10 +74,11 @@ def fewer_layers(name: str, layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Random schedules for a row of a model, which every rank runs alike.
+    """Random schedules for a row of a model. With several ranks, each runs the same ones.
 
     Attributes:
         layers: how many of the model's layers there are; None is all.
+        deterministic: whether the engine has `engine.deterministic`.
     """
 
     name: str
@@ -88,17 +88,18 @@ class Schedules:
     deterministic: bool = False
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Run them as a rank behind rank 0, and wait for that to end."""
+        """Run the schedules as a rank other than 0, and wait until rank 0 ends."""
         self.run(parallel)
         with suppress(EOFError, ConnectionResetError):
             connection.recv()
 
     def run(self, parallel: TensorParallel = ALONE) -> dict[str, dict[str, int]]:
-        """Run the row over four kinds of engines, two on a CPU. In a third of the schedules the
-        tokens of the row alone are scored, else the row generates them, unless it diffuses.
+        """Run the schedules in four kinds of engines: with drafts and CUDA graphs or without. A
+        CPU has no graphs, and a diffusion model no drafts. In a third of the schedules the row
+        scores the tokens that it generated alone; a diffusion model generates in all.
 
-        Counted are schedules that gave the row other bits, by kind of engine and by first cause,
-        and what they have met.
+        Returns the number of schedules that gave the row other bits, by kind of engine and by first
+        cause, and how often events such as preemptions were seen.
         """
         on_gpu, draws = DEVICE.type == "cuda", random.Random(0)
         if self.deterministic and on_gpu:
@@ -148,7 +149,7 @@ class Schedules:
 
 
 def _lead(schedules: Schedules, ranks: int, results: Connection[Any, Any]) -> None:
-    """Run schedules as rank 0 of several, in a process of its own, and send what was counted."""
+    """Run schedules as rank 0 of several, in a process of its own, and send the counts."""
     processes = RankProcesses(ranks, schedules, DEVICE.type)
     with processes.starting():
         results.send(schedules.run(processes.parallel))

@@ -46,8 +46,9 @@ FULL_BATCH = 256
 class Run:
     """One timed run of a workload, from the first request to the last output.
 
-    `floor` is at the rates of an H100, `floor_here` at those measured on this GPU. Mixed steps both
-    prefill and decode.
+    `floor` is the least time at the rates of an H100, `floor_here` at those measured on this GPU
+    (None on a CPU). `prefill`, `decode` and `mixed` are the times of steps of that kind; mixed
+    steps do both. `full_batch` are decode steps of one number of rows (see the function).
     """
 
     workload: str
@@ -151,7 +152,7 @@ class Bench:
         self.engine.capture_graphs()
         most = max(WORKLOADS[name].num_requests for name in names)
         rows = min(self.engine.config.max_num_seqs, most, self._most_requests or most)
-        # Longer prompts launch the same kernels.
+        # Prompts of more than 2048 tokens launch the same kernels.
         longest = min(2048, max(WORKLOADS[name].input_lens[1] for name in names))
         sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
         draws = random.Random("warm-up")
@@ -211,9 +212,9 @@ class Bench:
 def full_batch(steps: list[StepTime]) -> PhaseSplit:
     """Sum up the decode steps of `FULL_BATCH` rows that follow another decode step.
 
-    If there are none, the steps of the largest number of rows take their place.
+    If there are none, sum up the steps of the largest number of rows instead.
     """
-    following = [b for a, b in pairwise(steps) if a.kind == b.kind == "decode"]
+    following = [step for last, step in pairwise(steps) if last.kind == step.kind == "decode"]
     sizes = {step.rows for step in following}
     rows = FULL_BATCH if FULL_BATCH in sizes else max(sizes, default=0)
     return PhaseSplit.of(step for step in following if step.rows == rows)

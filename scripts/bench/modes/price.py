@@ -1,4 +1,5 @@
-"""The mode price of bench_engine.py: what `engine.deterministic`, or another model, costs."""
+"""The mode price of bench_engine.py: what `engine.deterministic` costs, or how much slower another
+model is. Two engines (A and B) take turns on one GPU, each in its own process."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Timed:
     Attributes:
         layers: how many layers; 0 is all.
         requests: the most rows of a workload.
-        scored: whether rows have answers of these lengths, which are scored, and generate nothing.
+        scored: whether rows score a given answer, as long as their output would be, and generate
+            nothing.
         pictures: whether a picture stands before each prompt.
     """
 
@@ -52,7 +54,8 @@ class Timed:
     pictures: bool
 
     def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
-        """Run each workload once, report ready, then time each workload that is requested."""
+        """Run each workload once and send None. Then time each workload whose name comes through
+        `calls`, and send its seconds. Never returns."""
         if deterministic and DEVICE.type == "cuda":
             keep_one_order()
         changes = fewer_layers(self.model, self.layers) if self.layers else {}
@@ -68,7 +71,7 @@ class Timed:
             strategy = DLLMStrategy(4, unmasking="low_confidence_static", denoising_steps=2)
         engine = LLMEngine(model, None, (), strategy, config)
         if expert_layers(model):
-            set_routing(model, "uniform")  # behind the engine's check of its products
+            set_routing(model, "uniform")  # after the engine has checked the routers' products
         engine.capture_graphs()
         rules = model.visual.config.rules if model.visual is not None else None
         for workload in self.workloads:
@@ -81,7 +84,8 @@ class Timed:
     def _rows(
         self, workload: str, size: int, rules: ImageRules | None, turn: int
     ) -> list[tuple[Any, ...]]:
-        """Make the rows, with prompts that the prefix cache does not have."""
+        """Make the rows of a workload. Each turn has prompts that the prefix cache does not have.
+        `size` is the vocabulary's; `rules` are those of images, None without pictures."""
         vocab, rows = prompt_vocab(size), list[tuple[Any, ...]]()
         pictures = None if rules is None else Pictures(rules, _PICTURE_SIDE)
         if pictures is not None:
@@ -115,11 +119,11 @@ class Process:
         theirs.close()
 
     def wait(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the engine is ready."""
         self._calls.recv()
 
     def seconds(self, workload: str) -> float:
-        """Run a workload."""
+        """Run a workload in the process, and return its seconds."""
         self._calls.send(workload)
         return float(self._calls.recv())
 
@@ -157,21 +161,21 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for _, processes in pairs:
         for process in processes:
             process.wait()
-    found = []
+    results = []
     for name, processes in pairs:
         for workload in workloads:
             turns = [[each.seconds(workload) for each in processes] for _ in range(options.rounds)]
-            found.append({"model": name, "layers": options.layers, "workload": workload})
-            found[-1] |= compared(*zip(*turns, strict=True))
-            print("{model}, {workload}: {A} / {B}, {difference:+.1%}".format(**found[-1]), end="")
-            print(f", spread {found[-1]['spread']:.1%}", flush=True)
+            result = {"model": name, "layers": options.layers, "workload": workload}
+            results.append(result | compared(*zip(*turns, strict=True)))
+            print("{model}, {workload}: {A} / {B}, {difference:+.1%}".format(**results[-1]), end="")
+            print(f", spread {results[-1]['spread']:.1%}", flush=True)
         for process in processes:
             process.close()
-    return found
+    return results
 
 
 def compared(without: Sequence[float], with_mode: Sequence[float]) -> dict[str, Any]:
-    """Compare the seconds of runs."""
+    """Compare the seconds of A's and of B's runs."""
     middle = median(without)
     return {
         "A": [round(each, 3) for each in without],

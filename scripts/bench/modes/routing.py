@@ -19,9 +19,9 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe_model import MoEConfig
 
 Routing = Literal["model", "uniform", "same"]
-"""What chooses the experts: the model's own routers; chance; or nothing, so that all tokens go to
-the same ones. The last is what becomes of routers with tiny weights that round scores to bfloat16:
-all scores are equal then, as with the dummy weights of other engines."""
+"""What chooses the experts. "model": its own routers; "uniform": chance; "same": all tokens go to
+the same experts, because all scores are equal. That happens to routers with tiny weights that round
+scores to bfloat16, such as the dummy weights of other engines."""
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 _MOST_DRAWN = 2048
 """The most tokens of a forward for which the logits of all layers are drawn at once."""
@@ -34,8 +34,8 @@ def run_rows(
 ) -> tuple[float, list[RequestOutput]]:
     """Run rows to their ends; returns the seconds and the outputs in the order of the rows.
 
-    A row is what `LLMEngine.add_request` takes behind its id. `after_step` gets the number of rows
-    that have ended.
+    A row is the arguments of `LLMEngine.add_request` after the id. `after_step` is called with the
+    number of rows that have ended.
 
     Raises:
         RuntimeError: a row has ended with an error.
@@ -57,11 +57,11 @@ def run_rows(
 
 
 class Chance:
-    """Random logits for the routers of all layers, others in each forward.
+    """Random logits for the routers of all layers, new ones in each forward.
 
     They come from torch's generator of the device, whose state a CUDA graph advances at each
-    replay. In a forward of few tokens one launch draws the logits of all layers, since one in each
-    layer would take time that no router takes.
+    replay. In a forward of few tokens one launch draws the logits of all layers, because a launch
+    in each layer would add time that real routers do not take.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -87,10 +87,8 @@ def expert_layers(model: nn.Module) -> list[SparseMoE]:
 
 
 def set_routing(model: CausalLM, routing: Routing) -> None:
-    """Route the tokens of a model of random weights and of its heads this way from now on.
-
-    The routers' own products are computed all the same, since their time counts. Chance chooses
-    alike after every start.
+    """Route the tokens of a model with random weights, and of its extra heads, this way from now
+    on. The routers' own products are still computed, since their time counts. Chance is seeded.
     """
     if routing == "model":
         return

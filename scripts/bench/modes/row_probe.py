@@ -1,4 +1,5 @@
-"""One row in an engine, under schedules of what surrounds it, with a digest of each operation."""
+"""One row (the probe) in an engine, beside other rows that a schedule describes, with a digest of
+each operation's result for each of its tokens."""
 
 from __future__ import annotations
 
@@ -29,20 +30,21 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 _BLOCK = 16
+"""Tokens of a KV block."""
 _NEW_TOKENS = 24
 _BLOCK_LENGTH = 4
-"""The positions of a block of diffusion models."""
+"""The positions that a diffusion model denoises together."""
 
 
 class Schedule(NamedTuple):
-    """What surrounds a row.
+    """What surrounds the probe.
 
     Attributes:
-        before, after: the prompt and output lengths of rows that join before and after it.
-        steps: the engine's steps before it joins.
-        shared: how many of its prompt's tokens another row has computed.
+        before, after: the prompt and output lengths of rows that join before and after the probe.
+        steps: the engine's steps before the probe joins.
+        shared: the tokens of the probe's prompt that another row has computed (a prefix hit).
         most_tokens, chunk_tokens: the most tokens of a prefill alone, and beside decoding rows.
-        preempted: how many tokens it has generated when it is preempted; 0 never.
+        preempted: after how many generated tokens the probe is preempted; 0: never.
     """
 
     before: Sequence[tuple[int, int]] = ()
@@ -69,8 +71,8 @@ class Schedule(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A row's output, its tokens behind the prompt and their log-probabilities, whether they were
-    generated or scored, and the digests [operations, tokens] of its KV slots."""
+    """The probe's output, the tokens after its prompt (generated or scored) and their
+    log-probabilities, and the digests [operations, tokens] of its KV slots."""
 
     output: RequestOutput
     tokens: Sequence[int]
@@ -79,7 +81,7 @@ class Result(NamedTuple):
 
 
 class Pictures:
-    """Draws pictures of up to `most` tokens each way, for a model with these rules."""
+    """Draws pictures of up to `most` tokens in height and width, for a model with these rules."""
 
     def __init__(self, rules: ImageRules, most: int) -> None:
         self._rules, self._most = rules, most
@@ -101,18 +103,16 @@ class Pictures:
 
 
 class Sizes(NamedTuple):
-    """The room of the paged cache, the most rows in flight, the blocks of the row's prompt, which
-    has one token more (a shared prefix may leave that one), and the most tokens of a picture's
-    side."""
+    """The sizes of a probe and its engine."""
 
-    tokens: int
-    rows: int
-    blocks: int
-    side: int
+    tokens: int  # of the paged cache
+    rows: int  # the most rows in flight
+    blocks: int  # KV blocks that the probe's prompt fills, before one token more
+    side: int  # the most tokens of a picture's height and width
 
 
 class Probe:
-    """One row in an engine of its own, to be run under schedules."""
+    """The probe, with an engine of its own that runs it under schedules."""
 
     def __init__(
         self,
@@ -129,13 +129,13 @@ class Probe:
         if model.visual is not None:
             self._pictures = Pictures(model.visual.config.rules, sizes.side)
             self._vocab = self._pictures.vocab(self._vocab)
-        each = paged_token_bytes(model.cache_specs, (), model.dtype)
+        token_bytes = paged_token_bytes(model.cache_specs, (), model.dtype)
         config = EngineConfig(
             max_num_seqs=sizes.rows,
             max_batched_tokens=4096 + 256,
             chunk_tokens=256,
             max_model_len=1024 * (1 + sizes.blocks // 64),
-            kv_cache_gib=sizes.tokens * each / 2**30,
+            kv_cache_gib=sizes.tokens * token_bytes / 2**30,
             cuda_graph=graphs,
             block_size=_BLOCK,
             deterministic=deterministic,
@@ -150,6 +150,7 @@ class Probe:
         self.engine = LLMEngine(model, None, (), strategy, config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
         self.blocks = self.engine.scheduler.block_manager
+        # The probe's digests are copied when its KV blocks are freed, before others overwrite them.
         self._free = self.blocks.free
         self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
@@ -163,6 +164,7 @@ class Probe:
         self._digests = torch.empty(0)
 
     def _keep(self, row: Row) -> None:
+        """Free a row's blocks, after copying the digests if the row is the probe."""
         if row.request_id == "probe":
             slots = torch.tensor(row.block_table, device=self._tape.plane.device)[:, None] * _BLOCK
             slots = (slots + torch.arange(_BLOCK, device=slots.device)).flatten()
@@ -172,8 +174,8 @@ class Probe:
     def run(
         self, schedule: Schedule, draws: random.Random, answer: Sequence[int] | None = None
     ) -> Result:
-        """Run the row to its end under a schedule, and drop the others then. The row generates
-        tokens, or those of the answer are scored."""
+        """Run the probe to its end under a schedule, and abort the other rows then. The probe
+        generates tokens, or scores those of `answer`."""
         engine, outputs = self.engine, dict[str, RequestOutput]()
         self._forget()
         engine.scheduler.limits = replace(
@@ -218,7 +220,7 @@ class Probe:
         return Result(output, tokens, logprobs.tolist(), self._digests.cpu())
 
     def _add_row(self, answer: Sequence[int] | None) -> None:
-        # The penalties let the row repeat itself, so that drafts hold.
+        # Negative penalties make the row repeat itself, so that drafts are accepted.
         params = RequestParams(temperature=0, max_new_tokens=_NEW_TOKENS, logprobs=True)
         if answer is not None:
             params = RequestParams(max_new_tokens=0)
@@ -228,7 +230,7 @@ class Probe:
         self.engine.add_request("probe", self.prompt, params, answer, images)
 
     def _company(self, length: int, draws: random.Random) -> tuple[list[int], list[Image]]:
-        """Draw a prompt of this many tokens, and in one of three a picture more."""
+        """Draw a prompt of `length` tokens for another row; a third of them have a picture too."""
         ids = [draws.randrange(self._vocab) for _ in range(length)]
         if self._pictures is None or draws.random() > 1 / 3:
             return ids, []
@@ -237,7 +239,8 @@ class Probe:
         return [*ids[:place], *inside, *ids[place:]], [image]
 
     def _beginning(self, length: int) -> tuple[list[int], list[Image]]:
-        """The row's first tokens, about as many, with whole pictures."""
+        """Return about the first `length` tokens of the probe's prompt: it ends after a picture,
+        not inside."""
         for places, _ in self._images:
             if length in places:
                 length = places.stop
@@ -245,7 +248,7 @@ class Probe:
         return self.prompt[:length], images
 
     def _preempt(self, generated: int) -> bool:
-        """Preempt the row if it has generated this many tokens."""
+        """Preempt the probe if it has generated this many tokens. Return whether it was."""
         scheduler = self.engine.scheduler
         for seq in scheduler.running.rows:
             tokens = scheduler.running.num_tokens[seq.batch_slot]

@@ -46,11 +46,11 @@ class Divided:
         return engine
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Do as a rank behind rank 0 what that one does."""
+        """Run as a rank other than 0, which repeats each step of rank 0."""
         follow_engine(self.engine(parallel), connection)
 
     def measure(self, engine: LLMEngine) -> list[float]:
-        """Return the seconds of each run, after a quarter of one that compiles kernels."""
+        """Return the seconds of each run. A quarter of the rows run before, to compile kernels."""
         run_rows(engine, self._rows(engine, 0, step=4))
         return [run_rows(engine, self._rows(engine, turn))[0] for turn in range(1, 1 + self.runs)]
 
@@ -107,16 +107,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time a workload on each number of GPUs, which divide the weights, one after the other and
-    each in processes of its own. The first number is what the others are compared with."""
+    each in processes of its own. The others are compared with the first number."""
     divided = Divided(options.model, options.workload, options.cache_gib, options.runs)
-    found = []
+    results = list[dict[str, Any]]()
     for ranks in options.ranks:
-        found.append(measured(divided, ranks))
-        found[-1]["times"] = found[0]["seconds"] / found[-1]["seconds"]
+        result = measured(divided, ranks)
+        results.append(result)
+        result["times"] = results[0]["seconds"] / result["seconds"]
         print(
-            f"{options.model}, {options.workload}: {found[-1]['seconds']:.1f} s on {ranks} GPUs "
-            f"(ready after {found[-1]['ready_seconds']:.1f} s), {found[-1]['times']:.2f} times as "
-            f"fast as on {found[0]['ranks']}",
+            f"{options.model}, {options.workload}: {result['seconds']:.1f} s on {ranks} GPUs "
+            f"(ready after {result['ready_seconds']:.1f} s), {result['times']:.2f} times as "
+            f"fast as on {results[0]['ranks']}",
             flush=True,
         )
-    return found
+    return results

@@ -1,4 +1,5 @@
-"""The mode unmasking of bench_engine.py: what a step of block diffusion costs by unmasking rule."""
+"""The mode unmasking of bench_engine.py: what a step of block diffusion costs under each unmasking
+rule. A denoise step predicts all masked tokens of a block, and a rule says which stay."""
 
 from __future__ import annotations
 
@@ -30,19 +31,18 @@ from batchgen.strategies.dllm.rules.sequential import Sequential
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 _FORCED = (1, 2, 4)
-"""How many tokens a denoise step unmasks where the rule has a number of steps."""
+"""How many tokens a step unmasks under rules with a fixed number of steps."""
 _THRESHOLDS: dict[str, Rule] = {
     "low_confidence_dynamic": LowConfidenceDynamic(confidence_threshold=0.6),
     "entropy_bound": EntropyBound(entropy_bound=0.5),
     "joint_threshold": JointThreshold(confidence_threshold=0.6, edit_threshold=0.9),
 }
-"""Each confidence is above c with probability 1 - c, and entropies are uniform in [0, 1] nat."""
+"""Rules with thresholds. `ChanceStrategy` draws what they compare with these."""
 
 
 class ChanceStrategy(DLLMStrategy):
-    """Block diffusion whose rules see confidences and entropies that are uniform in [0, 1], since
-    those of random weights would never pass a threshold. The real ones are computed all the
-    same."""
+    """Block diffusion whose rules see random confidences and entropies, uniform in [0, 1], because
+    those of random weights would never pass a threshold. The real ones are still computed."""
 
     def _draw(self, output: ModelOutput, mask: TokenMask | None) -> Drawn:
         drawn = super()._draw(output, mask)
@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time one workload under each unmasking rule: the steps, and whole runs.
 
-    The rules with a number of steps unmask 1, 2 and 4 tokens in each. The rules with thresholds
-    see confidences and entropies of chance. Prompts begin alike, as those with worked examples do.
-    Each rule runs once before the first that is timed. A step is a forward of as many rows as may
-    be in flight, with the draw and the rule; "tokens a forward" counts those that commit.
+    Rules with a number of steps unmask 1, 2 or 4 tokens in each. Rules with thresholds see random
+    confidences and entropies. All prompts begin with the same tokens, as those with worked examples
+    do. Each rule runs once untimed. A step is a forward of as many rows as may be in flight, with
+    the draw and the rule; "tokens a forward" counts tokens that the rows keep.
     """
     strategy, load = ChanceStrategy(options.block_length), WORKLOADS[options.workload]
     config = EngineConfig(
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _time(
     engine: LLMEngine, timer: StepTimer, options: argparse.Namespace, rule: Rule, turn: int
 ) -> dict[str, Any]:
-    """Run the workload once under a rule."""
+    """Run the workload once under a rule, and return its figures. Each turn has other prompts."""
     vocab = prompt_vocab(engine.vocab_size)
     shared = [(7 * place) % vocab for place in range(options.shared)]
     rows = []

@@ -113,7 +113,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
-@pytest.mark.quick(0, thorough=3)
+@pytest.mark.quick(0, thorough=2)
 def test_rows_that_lose_their_caches(
     kind: str,
     alone: Alone,

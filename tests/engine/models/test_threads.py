@@ -79,7 +79,7 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     return engine
 
 
-@pytest.mark.quick(0, thorough=3)
+@pytest.mark.quick(0, thorough=1)
 @pytest.mark.parametrize(
     ("kind", "threads"),
     [

@@ -87,7 +87,7 @@ def check_mixed(engine: LLMEngine, count: int = 12) -> None:
         np.testing.assert_array_equal(again.columns["logprobs"], before.columns["logprobs"])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3"])
 def test_bits_in_mixed_batches(kind: str, tiny_model: TinyModel) -> None:
     chunk = 64 if kind in ("qwen3_next", "qwen3_5") else 16

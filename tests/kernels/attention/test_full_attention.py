@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.full_attention import Segments, full_attention
+from batchgen.kernels.attention.full_attention_triton import full_attention_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -46,7 +47,28 @@ def test_each_segment_sees_itself_alone(head_dim: int, dtype: torch.dtype) -> No
     check(*drawn((5, 1, 40, 130), 2, head_dim, dtype))
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="for Hopper"
+)
+@pytest.mark.parametrize("head_dim", [72, 64, 16, 24])
+def test_the_kernel_agrees_and_a_broken_segment_harms_no_other(head_dim: int) -> None:
+    lengths = (5, 1, 70, 129)
+    q, k, v, segments = drawn(lengths, 2, head_dim, torch.bfloat16)
+
+    def computed(k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (part.transpose(0, 1).contiguous() for part in (k, v))
+        return full_attention_triton(q, keys, values, segments.starts, max(lengths), 0.25)
+
+    expected = full_attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), segments, 0.25)
+    found = computed(k, v)
+    assert found.dtype == q.dtype
+    torch.testing.assert_close(found.cpu().float(), expected, atol=1e-2, rtol=1e-2)
+    k[:6], v[:6], k[76:], v[76:] = torch.nan, torch.nan, torch.nan, torch.inf
+    assert torch.equal(computed(k, v)[6:76], found[6:76])
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 80, 128])
 @pytest.mark.parametrize("lengths", [(4096, 3844), (64,) * 30, (1000, 4, 9216, 257)])
-def test_real_sizes(lengths: tuple[int, ...]) -> None:
-    check(*drawn(lengths, 16, 72, torch.bfloat16))
+def test_real_sizes(lengths: tuple[int, ...], head_dim: int) -> None:
+    check(*drawn(lengths, 16, head_dim, torch.bfloat16))

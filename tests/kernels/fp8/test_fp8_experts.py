@@ -198,7 +198,9 @@ def test_both_products_are_near_float64(
     slots = tokens * k
     activated = torch.zeros((slots, inner), dtype=FP8, device=DEVICE)
     of_groups = torch.zeros((-(-inner // BLOCK), slots), device=DEVICE)
-    fp8_gate_up(values, scales, case.gate_up, alignment, tiles, k, activated, of_groups, False)
+    fp8_gate_up(
+        values, scales, case.gate_up, alignment, tiles, k, activated, of_groups, powers_of_two=False
+    )
     found = FP8Rows(activated, of_groups, slots).dequantise().double()
     parts = torch.empty((slots, hidden), device=DEVICE)
     fp8_down(activated, of_groups, case.down, case.weights, alignment, tiles, parts)

@@ -141,7 +141,7 @@ def make_engine(folder: Path, strategy: Strategy | None = None, **config: Any) -
     return LLMEngine(model, None, (), chosen, settings, context_columns=columns)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=2)
 @pytest.mark.parametrize(
     ("rule", "size", "greedy"),
     [(0, 45, False), (1, 5, False), (2, 23, False), (3, 45, True), (0, 30, True), (3, 45, False)],

@@ -1,16 +1,22 @@
 """Engines whose weights are divided between processes on the CPU, one after another in the same
-processes, because those take seconds to start.
+processes. Those are forks, because a process of its own imports for seconds.
 """
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +29,7 @@ from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.models.model_config import KVCacheDtype
+from batchgen.engine.parallel import rank_main, rank_processes
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow_engine
@@ -126,11 +133,49 @@ class Cases:
                 follow_engine(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
 
 
+class _Fork:
+    """The part of `subprocess.Popen` that `RankProcesses` needs, for a fork of this process."""
+
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: object) -> None:
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_be_rank, args=(command[command.index("-c") :], pass_fds)
+        )
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Let ranks be started as forks of the process that starts them."""
+    forks = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
+    with mock.patch.object(rank_processes, "subprocess", forks):
+        yield
+
+
+def _be_rank(arguments: Sequence[str], descriptors: Sequence[int]) -> None:
+    sys.argv, sys.stdout, sys.stderr = [*arguments], sys.__stdout__, sys.__stderr__
+    sys.argv[1:2] = []  # the program
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in descriptors:
+            with suppress(OSError):
+                os.close(descriptor)  # a rank ends when all others have closed its socket
+    rank_main.main()
+
+
 def run_divided(
     cases: Sequence[Case], size: int
 ) -> Iterator[tuple[list[RequestOutput], LLMEngine]]:
     """Yield what each engine makes of its requests, divided between so many ranks."""
-    processes = RankProcesses(size, Cases(cases), "cpu")
+    with forked_ranks():
+        processes = RankProcesses(size, Cases(cases), "cpu")
     try:
         for case in cases:
             yield case.run(processes.parallel, Leader(processes))

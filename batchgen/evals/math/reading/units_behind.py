@@ -7,7 +7,8 @@ from fractions import Fraction
 from batchgen.evals.math.reading.cursor import Cursor
 from batchgen.evals.math.reading.units import Unit, unit_of
 
-_LONGEST_UNIT = 24  # tokens
+_LONGEST_UNIT = 24
+"""The most tokens of a unit."""
 # Words that do not name things that can be counted.
 _NO_THINGS = {
     "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
@@ -21,8 +22,9 @@ _NO_THINGS = {
 
 
 def unit_behind(cursor: Cursor, counted: bool) -> Unit | None:
-    """Read the unit after a value; None if there is none. With `counted`, words that name things
-    are read too (`18 eggs`)."""
+    """Read the unit after a value, the longest that is known, and move the cursor behind it. None
+    if there is none. With `counted`, words that name things are read too (`18 eggs`), and become a
+    unit of their own (`of egg`)."""
     if cursor.next.kind not in ("word", "letter") and not _begins_unit(cursor):
         return None
     if not counted and cursor.next.text == "in":  # `x in [1, 2]`
@@ -32,8 +34,9 @@ def unit_behind(cursor: Cursor, counted: bool) -> Unit | None:
         words = [token.text for token in cursor.tokens[cursor.at : last]]
         if (unit := unit_of(words)) is not None:
             cursor.at = last
+            base_units, size = unit
             things = _things(cursor)
-            return (f"{unit[0]} {things}".strip(), unit[1]) if things else unit
+            return (f"{base_units} {things}".strip(), size) if things else unit
     things = _things(cursor) if counted else ""
     return (things, Fraction(1)) if things else None
 
@@ -43,7 +46,7 @@ def _begins_unit(cursor: Cursor) -> bool:
 
 
 def _end_of_words(cursor: Cursor) -> int:
-    """The index after the last token that may belong to a unit."""
+    """Return the index after the last token that may belong to a unit."""
     end, depth, allowed = cursor.at, 0, {"^", "/", "{", "}", "*", "-", ".", "(", ")"}
     for end in range(cursor.at, len(cursor.tokens) + 1):
         if end == len(cursor.tokens):
