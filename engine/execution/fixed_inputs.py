@@ -59,7 +59,8 @@ class RaggedInputs:
         self._images: ImagePlanes | None = None
         if features is not None:
             mask = torch.zeros((tokens, 1), dtype=torch.bool, device=device)
-            self._images = ImagePlanes(mask, features.repeat(1, tokens, 1))
+            planes, _, width = features.shape
+            self._images = ImagePlanes(mask, features.new_zeros((planes, tokens, width)))
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
         self._tiles = {
