@@ -128,6 +128,8 @@ class Sequence:
     prefill_yields: bool = True  # whether the prefill yields a token
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache at the first admission
     num_preemptions: int = 0
+    # How many rows start before it if the waiting rows start in the order of their arrival.
+    turn: int = 0
     # The strategy's counts at the time when the row last left the running rows.
     counts: dict[str, int] = field(default_factory=dict)
     context: ContextRows = field(default_factory=ContextRows)  # columns of context scope

@@ -116,13 +116,26 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return Prefix([])
-        tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
-        if self._within_prompts:
-            tokens = min(tokens, seq.answer_start)
-        digests = self._digests(seq, tokens // self.block_size)
+        digests = self._sought_digests(seq)
         matched = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in matched if block is not None]
         return self._cut_back(blocks, digests) if self._needs_ends else Prefix(blocks)
+
+    def _sought_digests(self, seq: Sequence) -> list[bytes]:
+        """Return the digests of the row's first blocks that may come from the prefix cache."""
+        tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
+        if self._within_prompts:
+            tokens = min(tokens, seq.answer_start)
+        return self._digests(seq, tokens // self.block_size)
+
+    def is_mostly_cached(self, seq: Sequence) -> bool:
+        """Return whether the prefix cache holds at least half of the row's known tokens."""
+        if not self._published:
+            return False
+        half = self.blocks_for(seq.num_tokens) // 2
+        digests = self._sought_digests(seq)
+        # The last blocks of a prefix leave the cache first, so one block stands for all before it.
+        return 0 < half <= len(digests) and digests[half - 1] in self._published
 
     def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
         """Shorten a prefix of published blocks to the longest one that has what recurrent layers

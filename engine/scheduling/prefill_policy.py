@@ -163,6 +163,26 @@ def longest_first(waiting: abc.Iterable[Sequence]) -> list[Sequence]:
     )
 
 
+def cached_first(
+    waiting: abc.Iterable[Sequence], is_cached: abc.Callable[[Sequence], bool], late: int
+) -> list[Sequence]:
+    """Sort waiting rows so that those come first whose prompts are mostly in the prefix cache,
+    before the prompts of other rows replace them there. Preempted rows stay before all others.
+
+    Args:
+        is_cached: whether most of a row's prompt is in the prefix cache.
+        late: rows whose `turn` is below this number have been overtaken too often; they precede the
+            rows with cached prompts.
+    """
+
+    def key(seq: Sequence) -> tuple[int, int]:
+        if seq.num_preemptions:
+            return 0, 0
+        return (1 if seq.turn < late else 2 if is_cached(seq) else 3), seq.turn
+
+    return sorted(waiting, key=key)
+
+
 def check_chunk_sizes(
     max_batched_tokens: int | None, chunk_tokens: int | None, multiple: int
 ) -> None:

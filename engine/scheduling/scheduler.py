@@ -35,12 +35,15 @@ from batchgen.engine.scheduling.prefill_builder import PrefillBuilder
 from batchgen.engine.scheduling.prefill_policy import (
     BatchLimits,
     Candidates,
+    cached_first,
     check_chunk_sizes,
     choose_prefill,
     is_last_wave,
     longest_first,
 )
 
+_PATIENCE = 4
+"""After this many times `max_num_seqs` rows have overtaken a waiting row, it goes before them."""
 _ROWS_AHEAD = 64
 """The most waiting rows among which a step looks for images to encode with its own."""
 
@@ -93,6 +96,8 @@ class Scheduler:
         self._pacing = pacing
         self._admission = Admission(block_manager)
         self._waiting: deque[Sequence] = deque()
+        self._num_started = 0
+        self._sorted_at = 0, 0  # the numbers of started and waiting rows when these were sorted
         self._newest: Sequence | None = None  # the row that was admitted last
         self.block_manager = block_manager
         self.running = RunningBatch(limits.max_num_seqs, counts)
@@ -116,6 +121,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Append a new row to the waiting rows."""
         self._plan_prefill(seq)
+        seq.turn = self._num_started + len(self._waiting)
         self._waiting.append(seq)
 
     def _plan_prefill(self, seq: Sequence) -> None:
@@ -154,6 +160,7 @@ class Scheduler:
         Returns None if nothing can run until the launched steps are read."""
         self.block_manager.publish_snapshots()
         self._pass_windows()
+        self._sort_waiting()
         candidates, staying = self._candidates(), self._staying()
         if is_last_wave(candidates, self.running):
             self._waiting = deque(longest_first(self._waiting))
@@ -172,6 +179,19 @@ class Scheduler:
         whole_tokens -= width * len(decode.batch_slots)
         prefill = self._prefill_batch(room.tokens, room.rows, whole_tokens)
         return MixedBatch(decode, prefill) if prefill.seqs else decode
+
+    def _sort_waiting(self) -> None:
+        """Sort the first waiting rows by `cached_first`, if a row may start now and their order can
+        have changed."""
+        state = self._num_started, len(self._waiting)
+        if state == self._sorted_at or len(self.running) == self.limits.max_num_seqs:
+            return
+        self._sorted_at = state
+        patience = _PATIENCE * self.limits.max_num_seqs
+        first = [self._waiting.popleft() for _ in range(min(patience, len(self._waiting)))]
+        late = self._num_started - patience
+        order = cached_first(first, self.block_manager.is_mostly_cached, late)
+        self._waiting.extendleft(reversed(order))
 
     def _pass_windows(self) -> None:
         """Take back the window blocks that no later token of any row attends to. Launched steps are
@@ -267,6 +287,7 @@ class Scheduler:
             self._adapters.start(seq, self.running, is_first=seq is self._waiting[0])
         self._newest = seq
         self._waiting.remove(seq)
+        self._num_started += 1
         self.running.add(seq, self.block_manager.room_of(seq))
         self.num_cached_tokens += seq.num_computed_tokens
         if not seq.num_preemptions:
