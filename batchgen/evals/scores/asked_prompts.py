@@ -64,14 +64,16 @@ def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
     If a job lacks a column of its prompts, the templates and the fingerprint of its data set are
     compared instead. If these are equal, prompts are rendered only if they `may_change`.
     """
-    (same_a, prompts_a), (same_b, prompts_b) = a.by_configuration, b.by_configuration
-    if (same_a != same_b or a.may_change) and a.is_whole and b.is_whole:
+    (digest_a, prompts_a), (digest_b, prompts_b) = a.by_configuration, b.by_configuration
+    may_differ = digest_a != digest_b or a.may_change or b.may_change
+    if may_differ and a.is_whole and b.is_whole:
         prompts_a, prompts_b = a.rendered, b.rendered
     return row_differences(Exam(prompts_a, a.targets), Exam(prompts_b, b.targets))
 
 
 def _rendered(job: GradedJob) -> dict[str, str]:
     prompt = job.config["prompt"]
+    # Rows begin with _KEYS, then the columns copied from the data set, then the generated text.
     names = job.columns[len(_KEYS) : job.columns.index(job.text_column)]
     parts: list[Callable[[Mapping[str, Any], int], Any]] = []
     for key, source in prompt_templates(prompt):
@@ -83,7 +85,7 @@ def _rendered(job: GradedJob) -> dict[str, str]:
         if row["row_id"] in digests:
             continue
         fields = {name: row[name] for name in names}
-        values: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns] or [None]
+        values: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns]
         values += [[image["digest"] for image in row[name] or ()] for name in images]
         try:
             values += [render(fields, row["row_index"]) for render in parts]
@@ -95,7 +97,8 @@ def _rendered(job: GradedJob) -> dict[str, str]:
 
 def _by_configuration(job: GradedJob) -> tuple[str, dict[str, str]]:
     prompt_config = job.config["prompt"]
-    prompt = [prompt_templates(prompt_config), [prompt_config.get(key) for key in COLUMN_KEYS]]
+    keys = (*COLUMN_KEYS, "images", "image_column")
+    prompt = [prompt_templates(prompt_config), [prompt_config.get(key) for key in keys]]
     same = json.dumps(
         [prompt, job.config.get("rows"), job.fingerprints.get(_DATASET)], sort_keys=True
     )

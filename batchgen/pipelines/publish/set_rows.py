@@ -1,5 +1,6 @@
-"""Decides the columns of a set, and writes its rows in any order with bounded memory. `select` uses
-`set_columns`, `set_schema` and `set_tables`, in this order."""
+"""Decides the columns of a *set*, the data set that `select` makes of rows of finished jobs, and
+writes its rows in any order with bounded memory. `select` uses `set_columns`, `set_schema` and
+`set_tables`, in this order."""
 
 from __future__ import annotations
 
@@ -106,6 +107,8 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
     """Return the name of each column to take, and whether it is a column of the grades."""
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
+        # Rows begin with ROW_KEYS, then the data set's columns, then the generated text. Columns
+        # from the data set that come later are known by their meaning.
         text = rows.index(job.text_column)
         defaults = [
             field.name
@@ -129,7 +132,8 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
 
 
 def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> pa.Schema:
-    """The schema of a set. Raises ConfigError if a column has different types in two jobs."""
+    """The schema of a set. Raises ConfigError if a column has different types in two jobs, or if a
+    job's own column SOURCE has another type than the set's, which other jobs fill."""
     fields: dict[str, pa.Field] = {
         ID: pa.field(ID, pa.string(), metadata={"meaning": "row and sample of the job"})
     }
@@ -141,9 +145,16 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
                     f"column {field.name!r} is {known.type} in {jobs[0].user_path} and "
                     f"{field.type} in {job.user_path}: choose columns with --columns"
                 )
+    without = [taken.name for taken in columns if taken.has_source]
     if SOURCE not in fields:
         meaning = {"meaning": "job, row and sample that the row came from"}
         fields[SOURCE] = pa.field(SOURCE, SOURCE_TYPE, metadata=meaning)
+    elif without and fields[SOURCE].type != SOURCE_TYPE:
+        owner = next(taken.name for taken in columns if not taken.has_source)
+        raise ConfigError(
+            f"{owner} has a column {SOURCE!r}, and for rows of {without[0]} the set's column of "
+            "that name says where they came from: choose columns with --columns"
+        )
     return pa.schema(list(fields.values()))
 
 
@@ -158,7 +169,7 @@ def set_tables(
     The jobs' files are read in order. Each row goes to the temporary file of its shard, and each
     file is sorted when it is complete.
     """
-    for start in range(0, max(1, len(order)), _BUCKETS * ROWS_PER_SHARD):
+    for start in range(0, len(order), _BUCKETS * ROWS_PER_SHARD):
         stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(order))
         with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
             buckets = [_Bucket(Path(folder, str(i)), schema) for i in range(_BUCKETS)]
@@ -206,8 +217,9 @@ def _located(
 ) -> Iterator[tuple[pa.Table, Any]]:
     """Read the rows with these ranks, in the order of the jobs' files. Yields tables, each with the
     ranks of its rows."""
+    # `order` has an array for each part of a row's place (job, shard, position), by rank.
     keys = np.stack([order.job[ranks], order.shard[ranks]], axis=1)
-    for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
+    for number, shard in np.unique(keys, axis=0).tolist():
         shard_ranks = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
         shard_ranks = shard_ranks[np.argsort(order.position[shard_ranks], kind="stable")]
         job, taken, num_read = jobs[number], columns[number], 0

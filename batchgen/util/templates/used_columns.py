@@ -16,7 +16,7 @@ COLUMN_KEYS = (
     *("messages_column", "tools_column", "token_ids_column", "answer_ids_column"),
     *("answer_step_map_column", "body_column"),
 )
-"""The keys of the group `prompt` that name a column."""
+"""The keys of the group `prompt` that name a column, except image_column."""
 
 
 def used_columns(prompt: Mapping[str, Any]) -> list[str]:

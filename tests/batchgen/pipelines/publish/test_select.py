@@ -306,3 +306,20 @@ def test_json_of_a_column_that_gets_another_name_is_read_as_json(tmp_path: Path)
     asked = ("--to", "sft", "--messages", messages, "--where", "input_id.a[0] == 1")
     assert run("export", tmp_path / "out", *asked, "--out", lines) == 0
     assert json.loads(lines.read_text())["messages"][0]["content"] == "b"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_column_source_of_one_job_has_no_place_beside_the_sets_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    source = pa.field("source", pa.string(), metadata={"meaning": "as in the input"})
+    jobs = [
+        finished_job(tmp_path / "a", [row(0, source="a book")], [source]),
+        finished_job(tmp_path / "b", [row(0)]),
+    ]
+    assert run("select", jobs[first], jobs[1 - first], "--out", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert f"{jobs[0]} has a column 'source'" in said and "--columns" in said
+    assert not (tmp_path / "out").exists()
+    wanted = ["--columns", "question,text"]
+    assert run("select", *jobs, *wanted, "--out", tmp_path / "out") == 0
