@@ -76,7 +76,8 @@ def test_greedy_tokens_and_log_probabilities(
     )
     engine = LLMEngine(model, None, (), ARStrategy(), config)
     params = RequestParams(temperature=0, max_new_tokens=22, logprobs=True)
-    prompts = [IDS[:150], IDS[:150], [*IDS[:70], 5, 6], IDS[40:49], IDS[30:60]]
+    short = [IDS[first : first + 30] for first in (30, 60, 90)]
+    prompts = [IDS[:150], IDS[:150], [*IDS[:70], 5, 6], IDS[40:49], *short]
     found = run(engine, [(prompt, params) for prompt in prompts])
     assert engine.stats.preemptions and engine.stats.cached_tokens
     assert found[0].token_ids == found[1].token_ids
