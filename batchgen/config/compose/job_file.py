@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from batchgen.config.groups.class_names import without_gone_keys
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.plain_yaml import MOST_BYTES, at_line, read_yaml
 
@@ -42,8 +43,7 @@ def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dic
     locations: dict[str, str] = {}
     _note(root, "", path, locations)
     _keep_names(root)
-    values: dict[str, Any] = document.values()
-    return values, locations
+    return without_gone_keys(document.values()), locations
 
 
 def _keep_names(root: yaml.Node) -> None:

@@ -141,25 +141,32 @@ def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain groups of a configuration of any version, or of an identity, with short names and
-    without keys that no longer exist.
+    """The plain groups of a configuration of any version, or of an identity, with short names, and
+    without the keys that `without_gone_keys` leaves out.
 
     Values that are neither a class nor a step stay as they are: files of strangers may hold
     anything.
     """
-    renamed = dict(groups)
+    renamed = without_gone_keys(groups)
     for key in ("strategy", "launcher"):
         if _names_class(group := renamed.get(key)):
             name = class_short_name(group["_target_"])
             # The launcher of a folder of version 0.1.0 may no longer exist, and is not needed.
             renamed[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
-    for key, gone in _GONE_KEYS.items():
-        if isinstance(values := renamed.get(key), Mapping):
-            renamed[key] = {name: value for name, value in values.items() if name not in gone}
     for key in ("rows", "post"):
         if isinstance(steps := renamed.get(key), list):
             renamed[key] = [short_step(step) if _names_class(step) else step for step in steps]
     return renamed
+
+
+def without_gone_keys(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups of a configuration without the keys of version 0.1.0 that no longer exist. These
+    decided no answers."""
+    kept = dict(groups)
+    for group, gone in _GONE_KEYS.items():
+        if isinstance(values := kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in values.items() if key not in gone}
+    return kept
 
 
 def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:

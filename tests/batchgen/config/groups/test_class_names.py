@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.job_file import read_job_text
 from batchgen.config.compose.load_config import resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import (
@@ -81,6 +83,9 @@ def test_a_key_that_no_longer_exists_is_left_out_of_an_older_configuration() -> 
     engine = {"row_tokens": None, "max_num_seqs": 8}
     assert with_short_names({"engine": engine}) == {"engine": {"max_num_seqs": 8}}
     assert engine["row_tokens"] is None
+    text = "engine: {row_tokens: null, max_num_seqs: 8}"
+    values, _ = read_job_text(text, Path("config.yaml"))
+    assert values == {"engine": {"max_num_seqs": 8}}
 
 
 def test_an_identity_is_the_one_of_version_0_1_0() -> None:
