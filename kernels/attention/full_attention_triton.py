@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.attention.split_combine import accumulate_dot
+
 _BLOCK_M, _BLOCK_N = 128, 64
 """The queries and the keys of a tile."""
 _LEAST_COLUMNS = 16
@@ -69,15 +71,6 @@ def _columns(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """Return acc + a·b, in float32 for the interpreter, which multiplies bfloat16 as integers."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def _attend_tile(
     acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length, scale_log2,
     FIRST: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
@@ -90,8 +83,8 @@ def _attend_tile(
     row += start
     score = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
     if REST:
-        score = _dot(q_rest, tl.trans(k_rest.load([row, FIRST])), score, INTERPRETED)
-    score = _dot(q, tl.trans(k.load([row, 0])), score, INTERPRETED)
+        score = accumulate_dot(q_rest, tl.trans(k_rest.load([row, FIRST])), score, INTERPRETED)
+    score = accumulate_dot(q, tl.trans(k.load([row, 0])), score, INTERPRETED)
     if MASKED:
         seen = start + tl.arange(0, BLOCK_N) < length
         score = tl.where(seen[None, :], score, float("-inf"))
@@ -103,12 +96,12 @@ def _attend_tile(
     values = v.load([row, 0])
     if MASKED:
         values = tl.where(seen[:, None], values, 0.0)
-    acc = _dot(weight, values, acc * rescale[:, None], INTERPRETED)
+    acc = accumulate_dot(weight, values, acc * rescale[:, None], INTERPRETED)
     if REST:
         more = v_rest.load([row, FIRST])
         if MASKED:
             more = tl.where(seen[:, None], more, 0.0)
-        acc_rest = _dot(weight, more, acc_rest * rescale[:, None], INTERPRETED)
+        acc_rest = accumulate_dot(weight, more, acc_rest * rescale[:, None], INTERPRETED)
     return acc, acc_rest, peak, total
 
 

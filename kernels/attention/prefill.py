@@ -29,7 +29,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
-from batchgen.kernels.attention.split_combine import WEIGHT_FACTOR, capped_score, sink_share
+from batchgen.kernels.attention.split_combine import (
+    WEIGHT_FACTOR,
+    accumulate_dot,
+    capped_score,
+    sink_share,
+)
 from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 
 
@@ -93,15 +98,6 @@ def paged_attention_prefill(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """Return acc + a·b, in float32 for the interpreter, which multiplies bfloat16 as integers."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -172,7 +168,7 @@ def _attend_tile(
         slot_scales = scales + slot.to(tl.int64) * 2
         key_scale = tl.load(slot_scales, mask=n < limit, other=0.0)
         value_scale = tl.load(slot_scales + 1, mask=n < limit, other=0.0)
-    score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
+    score = accumulate_dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if scales is not None:
         score *= key_scale[None, :]
     if CAP is not None:
@@ -195,7 +191,7 @@ def _attend_tile(
     total = total * rescale + tl.sum(weight, 1)
     if scales is not None:
         weight *= value_scale[None, :] * WEIGHT_FACTOR
-    acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
+    acc = accumulate_dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
     return acc, peak, total, block
 
 

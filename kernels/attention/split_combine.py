@@ -172,3 +172,12 @@ def convert_fp8(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
             "=r,=r,r", [values], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
     return converted
+
+
+@triton.jit
+def accumulate_dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """Return acc + a·b, in float32 for the interpreter, which multiplies bfloat16 as integers."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
