@@ -261,8 +261,8 @@ def test_a_job_in_an_object_store_goes_on(
     """Nothing is left of the machine on which it was begun."""
     files = FaultyFiles()
     use(monkeypatch, files)
-    monkeypatch.setattr(job_metrics, "SAVE_SECONDS", 0.01)
-    monkeypatch.setattr(object_storage, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(job_metrics, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(object_storage, "SYNC_SECONDS", 0.0)
     whole, url = tmp_path / "whole", "s3://jobs/a"
     run(overrides(model, rows, whole, *LONG))
     computed, sync = 0, Journal.sync
@@ -270,6 +270,7 @@ def test_a_job_in_an_object_store_goes_on(
     def unless_forced(journal: Journal, force: bool = False) -> None:
         if not force:
             sync(journal)
+            journal._storage._wait()  # type: ignore[attr-defined]
 
     for kill_at in (15, 25, 35):
         with (
@@ -280,14 +281,14 @@ def test_a_job_in_an_object_store_goes_on(
             run(overrides(model, rows, url, *LONG))
         computed += found.tokens
         there = [name for name in files.store if name.endswith(BEGUN)]
-        assert len(there) > 2, "no piece was ended"  # how many depends on the thread that sends
+        assert len(there) > 6, "no piece was ended"
     with watched() as found:
         run(overrides(model, rows, url, *LONG))
     start = "jobs/a/data/"
     data = {n.removeprefix(start): c for n, c in files.store.items() if n.startswith(start)}
     assert data == shards(whole)
     metrics = json.loads(files.store["jobs/a/metrics.json"])
-    assert metrics["rows_begun"] >= 12 and metrics["tokens_begun"] > 60
+    assert metrics["rows_begun"] >= 12 and metrics["tokens_begun"] > 150
     assert not [name for name in files.store if name.endswith(BEGUN)]
 
 
