@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,7 @@ from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.replicas import Leader, follow_engine
 from batchgen.engine.sampling.sampling_params import RequestParams
-from tests.support.engine.ranked_engines import Case, Cases
+from tests.support.engine.ranked_engines import Case, Cases, Fork
 
 TinyModel = Callable[..., Path]
 
@@ -123,6 +124,16 @@ def test_a_rank_that_hangs_is_named(tiny_model: TinyModel, monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match=message):
             finish(engine)
         monkeypatch.setattr(processes, "_gpu", False)
+
+
+def test_threads_that_wait_for_one_fork_all_learn_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.support.engine.ranked_engines._be_rank", lambda *_: time.sleep(0.01))
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            fork = Fork(["-c"], pass_fds=())
+            assert list(threads.map(fork.wait, [None, 9, None, 9])) == [0] * 4
 
 
 class Unwilling(Cases):

@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -133,7 +134,7 @@ class Cases:
                 follow_engine(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
 
 
-class _Fork:
+class Fork:
     """The part of `subprocess.Popen` that `RankProcesses` needs, for a fork of this process."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: object) -> None:
@@ -141,11 +142,14 @@ class _Fork:
             target=_be_rank, args=(command[command.index("-c") :], pass_fds)
         )
         self._process.start()
+        self._joining = threading.Lock()  # only one thread can ask the system for an exit code
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0)
+        with self._joining:
+            self._process.join()
+        assert self._process.exitcode is not None
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -155,7 +159,7 @@ class _Fork:
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """Let ranks be started as forks of the process that starts them."""
-    forks = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
+    forks = SimpleNamespace(Popen=Fork, DEVNULL=subprocess.DEVNULL)
     with mock.patch.object(rank_processes, "subprocess", forks):
         yield
 
