@@ -14,7 +14,7 @@ from pathlib import Path
 from batchgen.evals.arms.arm_table import ArmTable
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
-from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here, user_path
 
