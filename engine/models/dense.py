@@ -203,7 +203,7 @@ class DenseForCausalLM(CausalLM):
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
         logits, cap = super().own_logits(hidden), self.family.logit_cap
-        if self.family.logit_divisor != 1:
+        if self.family.logit_divisor != 1:  # spares a copy of the logits
             logits = logits / self.family.logit_divisor
         return logits if cap is None else soft_cap(logits, cap)
 

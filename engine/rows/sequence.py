@@ -178,7 +178,7 @@ class Sequence:
     def prefix_root(self) -> bytes:
         """Bytes that rows must have in common, besides their tokens, to share cached blocks."""
         adapter = b"" if not self.adapter else b"lora %d" % self.adapter
-        return adapter + b" long" * bool(self.turned_behind)
+        return adapter + (b" long" if self.turned_behind else b"")
 
     @property
     def rope_shift(self) -> int:

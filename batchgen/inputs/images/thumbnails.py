@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.storage.leases.own_files import THUMBNAILS
+from batchgen.storage.leases.job_files import THUMBNAILS
 from batchgen.storage.stores.job_storage import Storage
 
 if TYPE_CHECKING:

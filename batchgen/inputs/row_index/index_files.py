@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from batchgen.inputs.row_index.chain import Failure, IndexRow
 from batchgen.inputs.steps.stored_values import Storing
 from batchgen.storage.folder.row_funnel import DroppedRow, IndexFacts
-from batchgen.storage.leases.own_files import ROW_INDEX, ROWS
+from batchgen.storage.leases.job_files import ROW_INDEX, ROWS
 from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import JobError
 from batchgen.util.temporary import temporary_name

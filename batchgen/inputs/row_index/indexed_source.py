@@ -25,7 +25,7 @@ from batchgen.inputs.row_index.make_index import IndexGrowth
 from batchgen.inputs.steps.stored_values import Storing
 from batchgen.inputs.tables.json_values import has_json
 from batchgen.storage.folder.row_funnel import IndexFacts, StepCount
-from batchgen.storage.leases.own_files import ROW_INDEX
+from batchgen.storage.leases.job_files import ROW_INDEX
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError

@@ -13,7 +13,7 @@ from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.dataset_columns import column_path
 from batchgen.inputs.tables.table_formats import table_format
 from batchgen.storage.folder.step_folders import step_folder
-from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME
 from batchgen.util.paths import is_url
