@@ -20,7 +20,6 @@ LONG_FILES = {
     "engine/layers/feed_forward/experts.py": "one module: the experts of a layer in every form",
     "engine/llm_engine.py": "one class: all that whoever drives the engine calls",
     "engine/models/causal_lm.py": "one class: what all families inherit",
-    "engine/scheduling/block_manager.py": "one class: every owner of a block and every prefix",
 }
 LONG_FUNCTIONS = {
     "engine/layers/mixers/attention.py __init__": "its arguments are what differs between families",

@@ -47,11 +47,15 @@ class PageLayout:
         run, offset = divmod(index, self.run_blocks)
         return (run * self.num_pages + page) * self.run_blocks + offset
 
-    def page_of(self, block: int) -> tuple[int, int]:
+    def page_of_full(self, block: int) -> tuple[int, int]:
         """Return the page of a full block, and the block's index in it."""
         piece, offset = divmod(block, self.run_blocks)
         run, page = divmod(piece, self.num_pages)
         return page, run * self.run_blocks + offset
+
+    def page_of_window(self, block: int) -> tuple[int, int]:
+        """Return the page of a window block, and the block's index in it."""
+        return divmod(block, self.window_blocks)
 
     def joins(self, window_bytes: int, full_bytes: int) -> bool:
         """Return whether a full plane can share the memory of window planes, given the bytes of a

@@ -6,7 +6,6 @@ that rows must still be able to get when a row is admitted, so that running rows
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 from math import lcm
@@ -14,6 +13,7 @@ from math import lcm
 from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.block_owners import BlockOwners
 from batchgen.engine.scheduling.page_pool import PagePool
 from batchgen.engine.scheduling.prefix import Prefix, block_digests
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
@@ -57,7 +57,7 @@ class BlockManager:
         self.block_size, self._per_page = needs.block_size, needs.layout.full_blocks
         self.capacity = needs.capacity  # the most tokens of a row that runs alone
         self.prefix_caching = prefix_caching
-        self._owners: Counter[int] = Counter()
+        self._owners = BlockOwners(self.pool, self._per_page, self._layout.page_of_full)
         self._hashes: dict[int, dict[int, bytes]] = {}  # of published blocks, by page and block
         self._published: dict[bytes, int] = {}
         self.states = states
@@ -91,10 +91,7 @@ class BlockManager:
 
     def _left(self, seq: Sequence) -> int:
         """Return how many more blocks fit into the page that the row fills."""
-        if self._per_page == 1 or not seq.block_table:
-            return 0
-        page, index = self._layout.page_of(seq.block_table[-1])
-        return self._per_page - 1 - index if page == seq.full_page else 0
+        return self._owners.left(seq.block_table[-1] if seq.block_table else 0, seq.full_page)
 
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Find the longest cached prefix of the tokens that the row has to prefill.
@@ -185,7 +182,7 @@ class BlockManager:
         if sum(map(self.pool.is_free, full | tail)) + needed > self.pool.num_free:
             return False
         for block in cached:
-            self._own(block)
+            self._owners.add(block)
         seq.block_table.extend(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
         seq.branch_tokens = prefix.branch_tokens
@@ -199,7 +196,7 @@ class BlockManager:
 
     def _pages_of(self, prefix: Prefix) -> tuple[set[int], set[int]]:
         """Return the pages with the prefix's blocks, and those with its window tail."""
-        full = {self._layout.page_of(block)[0] for block in prefix.blocks}
+        full = {self._layout.page_of_full(block)[0] for block in prefix.blocks}
         if self.window is None or prefix.tail is None:
             return full, set()
         return full, self.window.tail_pages(prefix.tail)
@@ -254,7 +251,7 @@ class BlockManager:
             if not left:
                 seq.full_page, left = self._take_page(), self._per_page
             block = self._layout.full_block(seq.full_page, self._per_page - left)
-            self._own(block)
+            self._owners.add(block)
             seq.block_table.append(block)
 
     def _take_page(self) -> int:
@@ -274,26 +271,17 @@ class BlockManager:
         """Take back the blocks that the row's first `num_tokens` tokens do not need."""
         while len(seq.block_table) > self.blocks_for(num_tokens):
             block = seq.block_table.pop()
-            seq.full_page = self._layout.page_of(block)[0]
-            assert self._owners[block] == 1, "a shared lookahead"
+            seq.full_page = self._layout.page_of_full(block)[0]
+            assert self._owners.count(block) == 1, "a shared lookahead"
             assert block not in self._hashes.get(seq.full_page, ()), "a published lookahead"
             self._release(block)
         if self.window is not None:
             self.window.trim(seq, self.blocks_for(num_tokens))
 
-    def _own(self, block: int) -> None:
-        """Add one owner of a block."""
-        if not self._owners[block]:
-            self.pool.hold(self._layout.page_of(block)[0])
-        self._owners[block] += 1
-
     def _release(self, block: int) -> None:
-        """Remove one owner of a block."""
-        self._owners[block] -= 1
-        if not self._owners[block]:
-            del self._owners[block]
-            page = self._layout.page_of(block)[0]
-            self.pool.release(page, last=page in self._hashes or self.window is None)
+        """Remove one owner of a block. Pages with published blocks are handed out last if window
+        tails need pages, too."""
+        self._owners.remove(block, lambda page: page in self._hashes or self.window is None)
 
     def publish_snapshots(self) -> None:
         """Let rows find the snapshots reserved so far: their batch was launched."""
@@ -320,7 +308,7 @@ class BlockManager:
         for i in range(seq.num_published_blocks, full):
             block = seq.block_table[i]
             if digests[i] not in self._published:
-                of_page = self._hashes.setdefault(self._layout.page_of(block)[0], {})
+                of_page = self._hashes.setdefault(self._layout.page_of_full(block)[0], {})
                 if block not in of_page:
                     self._published[digests[i]] = block
                     of_page[block] = digests[i]
@@ -348,14 +336,11 @@ class BlockManager:
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
         """Assert that owner counts, pages and published hashes agree."""
         seqs = list(seqs)
-        owned = Counter(block for seq in seqs for block in seq.block_table)
-        assert 0 not in owned, "a row owns the scratch block"
-        assert +self._owners == owned, "wrong owner counts"
+        pages = self._owners.check_integrity(seq.block_table for seq in seqs)
         hashes = [item for of_page in self._hashes.values() for item in of_page.items()]
         assert {b: h for h, b in self._published.items()} == dict(hashes), "unmatched hashes"
         slots = [seq.state_slot for seq in seqs if seq.state_slot]
         assert len(set(slots)) == len(slots), "two rows have one state slot"
-        pages = Counter(self._layout.page_of(block)[0] for block in owned)
         if self.window is not None:
             of_windows = self.window.check_integrity(seqs)
             assert not pages.keys() & of_windows.keys(), "a page holds blocks of both kinds"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from batchgen.engine.caches.page_needs import PageNeeds
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.block_owners import BlockOwners
 from batchgen.engine.scheduling.page_pool import PagePool
 
 
@@ -35,7 +36,7 @@ class WindowBlocks:
         assert needs.usable > needs.row_pages
         self._pool, self._per_page = pool, needs.layout.window_blocks
         self.block_size, self.window = needs.block_size, needs.window
-        self._owners = [0] * needs.layout.num_window_blocks
+        self._owners = BlockOwners(pool, self._per_page, needs.layout.page_of_window)
         self._tails: dict[bytes, tuple[int, ...]] = {}
         self._tails_of: dict[int, set[bytes]] = {}
 
@@ -62,21 +63,13 @@ class WindowBlocks:
         assert not seq.window_table
         tail = () if digest is None else self._tails[digest]
         for block in tail:
-            self._own(block)
+            self._owners.add(block)
         seq.num_passed_blocks = num_blocks - len(tail)
         seq.window_table = [0] * seq.num_passed_blocks + list(tail)
 
-    def _own(self, block: int) -> None:
-        """Add one owner of a block."""
-        if not self._owners[block]:
-            self._pool.hold(block // self._per_page)
-        self._owners[block] += 1
-
     def _left(self, seq: Sequence) -> int:
         """Return how many more blocks fit into the page that the row fills."""
-        last = seq.window_table[-1] if seq.window_table else 0
-        page, index = divmod(last, self._per_page)
-        return self._per_page - 1 - index if last and page == seq.window_page else 0
+        return self._owners.left(seq.window_table[-1] if seq.window_table else 0, seq.window_page)
 
     def room(self, seq: Sequence) -> int:
         """Return how many tokens the row's blocks could hold if it got all free pages."""
@@ -97,7 +90,7 @@ class WindowBlocks:
             else:
                 seq.window_page = take_page()
                 block = seq.window_page * self._per_page
-            self._own(block)
+            self._owners.add(block)
             seq.window_table.append(block)
 
     def trim(self, seq: Sequence, num_blocks: int) -> None:
@@ -124,10 +117,7 @@ class WindowBlocks:
     def _release(self, block: int) -> None:
         """Remove one owner of a block. A page without owned blocks becomes the next to be handed
         out, or the last if it has blocks of a tail."""
-        self._owners[block] -= 1
-        if not self._owners[block]:
-            page = block // self._per_page
-            self._pool.release(page, last=self._has_tails(page))
+        self._owners.remove(block, self._has_tails)
 
     def _blocks_of(self, page: int) -> range:
         """Return the window blocks of a page."""
@@ -170,14 +160,11 @@ class WindowBlocks:
     def check_integrity(self, seqs: Iterable[Sequence]) -> Counter[int]:
         """Assert that owner counts, tables and tails agree. Returns the number of owned blocks of
         each page."""
-        owned: Counter[int] = Counter()
+        tables = []
         for seq in seqs:
             assert not any(seq.window_table[: seq.num_passed_blocks]), "a passed block is kept"
-            owned.update(seq.window_table[seq.num_passed_blocks :])
-        assert 0 not in owned, "a row owns the scratch block"
-        for block, owners in enumerate(self._owners):
-            assert owners == owned[block], f"window block {block}: wrong owner count"
+            tables.append(seq.window_table[seq.num_passed_blocks :])
         of_tails = {(block, d) for d, tail in self._tails.items() for block in tail}
         known = {(block, d) for block, digests in self._tails_of.items() for d in digests}
         assert of_tails == known, "unmatched tails"
-        return Counter(block // self._per_page for block in owned)
+        return self._owners.check_integrity(tables)

@@ -126,14 +126,13 @@ class AxialAttention(nn.Module):
     def forward(self, x: Tensor, layout: PatchPlaces) -> Tensor:
         """Compute [N, width] from the patches [N, width] of all images."""
         heads = self._heads
-        values = rms_norm(self.v_proj(x).unflatten(1, (heads, -1)), self._ones, self._eps)
-        qkv = torch.cat((self.q_proj(x), self.k_proj(x), values.flatten(1)), 1)
+        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), 1)
         # A paged cache of one block, for this forward only, so that one launch normalises, rotates
         # and stores keys.
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
         q = prepare_qkv(
             qkv, self.q_norm.weight, self.k_norm.weight, self._eps, layout.cos_sin, cache,
-            layout.slots, heads, heads,
+            layout.slots, heads, heads, self._ones,
         )  # fmt: skip
         k, v = (part.squeeze(1).transpose(0, 1) for part in (cache.key, cache.value))
         attended: Tensor = self.o_proj(full_attention(q, k, v, layout.segments, 1.0).flatten(1))

@@ -1,5 +1,5 @@
-"""What happens between the QKV projection and attention, in one kernel: queries and keys are
-normalised and rotated, and keys and values are written to the KV cache."""
+"""What happens between the QKV projection and attention, in one kernel: heads are normalised,
+queries and keys are rotated, and keys and values are written to the KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_VALUE = tl.constexpr(MOST_VALUE)
 
 
 def prepare_qkv(
-    qkv: Tensor,  # [T, (num_heads + 2 · num_kv_heads) · D]: q, k, v; D is even
+    qkv: Tensor,  # [T, (num_heads + 2 · num_kv_heads) · D]: q, k, v; D is even; or without v
     q_weight: Tensor | None,  # [D] for an RMS norm, or None, as k_weight
     k_weight: Tensor | None,
     eps: float,
@@ -32,17 +32,20 @@ def prepare_qkv(
     slots: Tensor,  # [T] int64
     num_heads: int,
     num_kv_heads: int,
+    v_weight: Tensor | None = None,  # as q_weight
 ) -> Tensor:
-    """Normalise q and k per head, rotate them, and store k and v at `slots` of the cache.
+    """Normalise q, k and v per head, rotate q and k, and store k and v at `slots` of the cache.
 
-    With `num_kv_heads` 0 there are neither k nor v, and the cache is left as it is (layers that
-    read the cache of another layer). Results are rounded where `rms_norm`, `apply_rotary` and
-    `write_kv`, called one after another, round them. Several tokens may have the same slot, as
-    padding does; any one of them is stored. Returns the rotated q [T, num_heads, D], contiguous, in
-    qkv's dtype.
+    Without v, values are the keys before their norm and rotation. With `num_kv_heads` 0 there are
+    neither k nor v, and the cache is left as it is (layers that read the cache of another layer).
+    Results are rounded where `rms_norm`, `apply_rotary` and `write_kv`, called one after another,
+    round them. Several tokens may have the same slot, as padding does; any one of them is stored.
+    Returns the rotated q [T, num_heads, D], contiguous, in qkv's dtype.
     """
     run = prepare_qkv_triton if qkv.is_cuda else prepare_qkv_reference
-    return run(qkv, q_weight, k_weight, eps, cos_sin, cache, slots, num_heads, num_kv_heads)
+    return run(
+        qkv, q_weight, k_weight, eps, cos_sin, cache, slots, num_heads, num_kv_heads, v_weight
+    )
 
 
 def prepare_qkv_reference(
@@ -55,10 +58,15 @@ def prepare_qkv_reference(
     slots: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    v_weight: Tensor | None = None,
 ) -> Tensor:
     """`prepare_qkv` in PyTorch."""
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = qkv.unflatten(-1, (-1, cache.key.shape[-1]))
+    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
+    if not v.shape[1]:
+        v = k
+    if v_weight is not None:
+        v = rms_norm_reference(v, v_weight, eps)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
     q, k = apply_rotary(q, k, cos_sin)
@@ -77,11 +85,13 @@ def prepare_qkv_triton(
     slots: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    v_weight: Tensor | None = None,
 ) -> Tensor:
     """`prepare_qkv` in one launch."""
-    num_tokens, width = qkv.shape
-    head_dim = width // (num_heads + 2 * num_kv_heads)
-    assert cache.key.shape[-1] == head_dim and num_kv_heads in (0, cache.key.shape[0])
+    (num_tokens, width), head_dim = qkv.shape, cache.key.shape[-1]
+    has_values = width == (num_heads + 2 * num_kv_heads) * head_dim
+    assert has_values or width == (num_heads + num_kv_heads) * head_dim
+    assert num_kv_heads in (0, cache.key.shape[0])
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and slots.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
@@ -96,11 +106,11 @@ def prepare_qkv_triton(
     groups = q_groups + triton.cdiv(num_kv_heads, kv_block)
     _prepare_qkv[(num_tokens * groups,)](
         qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        cos_sin, q, cache.key, cache.value, cache.scales, slots, qkv.stride(0),
+        v_weight, cos_sin, q, cache.key, cache.value, cache.scales, slots, qkv.stride(0),
         cache.key.stride(0), eps,
-        NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
-        ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups,
-        GROUPS=groups, INTERPRETED=not qkv.is_cuda,
+        NORM=q_weight is not None, VALUES=has_values, HEADS=num_heads, KV_HEADS=num_kv_heads,
+        D=head_dim, HALF=half, ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block,
+        Q_GROUPS=q_groups, GROUPS=groups, INTERPRETED=not qkv.is_cuda,
         # Without fused multiply-add, so that the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -109,11 +119,12 @@ def prepare_qkv_triton(
 
 @triton.jit
 def _prepare_qkv(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr, scales_ptr,
-    slots_ptr, qkv_stride, cache_stride, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr,
+    scales_ptr, slots_ptr, qkv_stride, cache_stride, eps,
+    NORM: tl.constexpr, VALUES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr, Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program computes a group of heads of one token: query heads in the groups below
     Q_GROUPS, else KV heads. Heads are loaded in halves, because rotation pairs element i of the
@@ -135,9 +146,9 @@ def _prepare_qkv(
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         _kv_heads(
-            source + HEADS * D, k_weight_ptr, key_ptr + slot * D, value_ptr + slot * D, scales_ptr,
-            slot, cache_stride, cos, sin, eps, group - Q_GROUPS, NORM, KV_HEADS, D, HALF, KV_BLOCK,
-            INTERPRETED,
+            source + HEADS * D, k_weight_ptr, v_weight_ptr, key_ptr + slot * D,
+            value_ptr + slot * D, scales_ptr, slot, cache_stride, cos, sin, eps, group - Q_GROUPS,
+            NORM, VALUES, KV_HEADS, D, HALF, KV_BLOCK, INTERPRETED,
         )  # fmt: skip
 
 
@@ -163,13 +174,15 @@ def _query_heads(
 
 @triton.jit
 def _kv_heads(
-    source, weight_ptr, key_ptr, value_ptr, scales_ptr, slot, cache_stride, cos, sin, eps, group,
-    NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    source, weight_ptr, v_weight_ptr, key_ptr, value_ptr, scales_ptr, slot, cache_stride, cos, sin,
+    eps, group,
+    NORM: tl.constexpr, VALUES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Normalise, rotate and store a group of a token's KV heads. `source` points to the token's key
     head 0, and `key_ptr` and `value_ptr` to head 0 of its slot in the cache. `scales_ptr` points to
-    the beginning of `KVCache.scales`, or is None if the cache is not FP8.
+    the beginning of `KVCache.scales`, or is None if the cache is not FP8. Without VALUES the values
+    are the keys of `source`.
 
     A pair of a key and a value that is not finite is *broken*, and stored as `KVCache` says.
     """
@@ -178,7 +191,12 @@ def _kv_heads(
     mask = (head < HEADS) & (column < D // 2)
     source += head * D + column
     k1, k2 = _load_halves(source, mask, D)
-    v1, v2 = _load_halves(source + HEADS * D, mask, D)
+    if VALUES:
+        v1, v2 = _load_halves(source + HEADS * D, mask, D)
+    else:
+        v1, v2 = k1, k2
+    if v_weight_ptr is not None:
+        v1, v2 = _norm(v1, v2, v_weight_ptr, eps, column, D)
     if NORM:
         k1, k2 = _norm(k1, k2, weight_ptr, eps, column, D)
     k1, k2 = rotate_pairs(k1, k2, cos, sin)

@@ -34,7 +34,6 @@ from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
-from batchgen.kernels.layers.rms_norm import rms_norm
 
 NormScope = Literal["head", "head alone", "each head", "all heads"]
 """What a norm of queries or keys is computed over.
@@ -59,11 +58,13 @@ class Attention(nn.Module):
         query_scales: [P] float32, factors of queries after rotation, by position.
         scale: multiplies the scores; None means 1/√head_dim.
         score_cap: turns each score s into cap · tanh(s / cap).
+        rotary_dim: how many values of a head are rotated; None: all.
         interleaved: whether checkpoints rotate neighbouring values of a head together
             (`rotary_order`).
         output_gate: whether the result is multiplied by sigmoid(gate) before the output projection
             (Qiu et al. 2025, arXiv 2505.06708). Checkpoints hold the gate's projection in `q_proj`:
             for each head the rows of the query, then of the gate.
+        zero_centred, norms_in_float: `zero_centred` and `in_float` of `RMSNorm` for `qk_norm`.
         norms_follow_rotation: whether queries and keys are normalised after rotation instead.
         value_norm: whether the heads of values are normalised, without a weight.
         keys_are_values: whether the values are the keys before their norm and rotation.
@@ -126,7 +127,6 @@ class Attention(nn.Module):
         if reads_only:
             del parts["k_proj"], parts["v_proj"]
         elif keys_are_values:
-            assert value_norm, "without a norm values would be views of keys"
             del parts["v_proj"]
         shards: dict[str, Shard] = {}
         if parallel.size > 1:
@@ -202,8 +202,6 @@ class Attention(nn.Module):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
         elif isinstance(self.q_norm, EachHeadNorm) and isinstance(self.k_norm, EachHeadNorm):
             qkv = normed_apart(qkv, self.q_norm, self.k_norm)
-        if self._value_weight is not None:
-            qkv = self._with_values(qkv, self._value_weight)
         q = prepare_qkv(
             qkv,
             q_weight,
@@ -214,6 +212,7 @@ class Attention(nn.Module):
             ctx.slots(self.shape.window),
             self.shape.num_heads,
             self._own_kv_heads,
+            self._value_weight,
         )
         attention = ctx.attention
         if outputs is not None:
@@ -240,14 +239,6 @@ class Attention(nn.Module):
         """
         assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return self.q_norm.weight.float() * self.k_norm.weight.float()
-
-    def _with_values(self, qkv: Tensor, weight: Tensor) -> Tensor:
-        """Return qkv with normalised values; `weight` is the norm's weight, all ones."""
-        size = self.shape.num_kv_heads * self.shape.head_dim
-        values = qkv[:, -size:].unflatten(1, (self.shape.num_kv_heads, -1))
-        normed = rms_norm(values, weight, self.norm_eps).flatten(1)
-        before = self.shape.num_heads * self.shape.head_dim + size
-        return torch.cat((qkv[:, :before], normed), dim=1)
 
 
 def _ordered(rows: Tensor, order: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ def blocks_of(layout: PageLayout, page: int, windowed: bool) -> list[int]:
         first = page * layout.window_blocks
         return list(range(first, first + layout.window_blocks))
     blocks = [layout.full_block(page, index) for index in range(layout.full_blocks)]
-    assert [layout.page_of(block) for block in blocks] == [(page, i) for i in range(len(blocks))]
+    assert [layout.page_of_full(block) for block in blocks] == [
+        (page, i) for i in range(len(blocks))
+    ]
     return blocks
 
 

@@ -19,6 +19,7 @@ from batchgen.kernels.attention.kv_cache import (
     write_kv,
 )
 from batchgen.kernels.attention.qkv import prepare_qkv_reference, prepare_qkv_triton
+from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from tests.support.kernels.fp8_cache import dequantised, empty_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     slots: Tensor
     num_heads: int
     num_kv_heads: int
+    v_weight: Tensor | None = None
 
 
 def make_case(
@@ -94,7 +96,8 @@ def check(case: Case) -> None:
     assert_near(q, reference, exact=exact and case.q_weight is None)
     assert_near(case.cache.key, theirs.cache.key, exact=exact and case.q_weight is None)
     same_dtype = q.dtype == case.cache.value.dtype
-    assert_near(case.cache.value, theirs.cache.value, exact=exact or same_dtype)
+    exact = (exact or same_dtype) and case.v_weight is None
+    assert_near(case.cache.value, theirs.cache.value, exact=exact)
 
 
 @settings(deadline=None, max_examples=15)
@@ -144,6 +147,51 @@ def test_no_pair_is_rotated(dtype: torch.dtype) -> None:
     check(case)
     q = prepare_qkv_triton(*fresh(case))
     assert torch.equal(q.flatten(1), case.qkv[:, : 4 * 32])
+
+
+def with_value_norm(case: Case, *, from_keys: bool) -> Case:
+    """The case with a norm of values, which are the keys before their norm if `from_keys`."""
+    head_dim = case.cache.key.shape[-1]
+    weight = torch.linspace(0.5, 2, head_dim, device=DEVICE)
+    width = (case.num_heads + case.num_kv_heads) * head_dim
+    return case._replace(qkv=case.qkv[:, :width] if from_keys else case.qkv, v_weight=weight)
+
+
+@pytest.mark.quick(2, thorough=12)
+@pytest.mark.parametrize("from_keys", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(4, 2, 32), (9, 3, 18), (16, 2, 512)])
+def test_values_are_normalised(
+    sizes: tuple[int, int, int], dtype: torch.dtype, from_keys: bool
+) -> None:
+    """Gemma 4, with its sizes: what separate launches would make of the values is stored."""
+    plain = make_case(5, *sizes, dtype, norm=True, wide_norm=True, gap=3)
+    case = with_value_norm(plain, from_keys=from_keys)
+    check(case)
+    heads, kv_heads, head_dim = sizes
+    first = (heads if from_keys else heads + kv_heads) * head_dim
+    values = plain.qkv[:, first : first + kv_heads * head_dim].unflatten(1, (kv_heads, -1))
+    assert case.v_weight is not None
+    normed = rms_norm_reference(values, case.v_weight, case.eps).flatten(1)
+    apart = torch.cat((plain.qkv[:, : (heads + kv_heads) * head_dim], normed), 1)
+    q = prepare_qkv_reference(*case)
+    theirs = fresh(plain._replace(qkv=apart))
+    assert torch.equal(q, prepare_qkv_reference(*theirs))
+    assert torch.equal(case.cache.key, theirs.cache.key)
+    assert torch.equal(case.cache.value, theirs.cache.value)
+
+
+@pytest.mark.parametrize("from_keys", [False, True])
+@pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
+def test_a_value_that_is_not_finite_breaks_its_pair_before_its_norm(
+    run: Callable[..., Tensor], from_keys: bool
+) -> None:
+    case = with_value_norm(make_case(3, 4, 2, 16, torch.float32, norm=True), from_keys=from_keys)
+    case.qkv[1, (4 + 1 if from_keys else 4 + 2 + 1) * 16 + 5] = float("inf")
+    run(*case)
+    keys, values = (table.view(2, -1, 16)[:, case.slots] for table in case.cache[:2])
+    assert keys[1, 1].isnan().all() and (values[1, 1] == 0).all()
+    assert int(keys.isnan().sum()) == 16 and values.isfinite().all()
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -284,6 +332,33 @@ def test_real_sizes(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, norm: bool
 ) -> None:
     check(make_case(tokens, heads, kv_heads, head_dim, dtype, norm=norm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("from_keys", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 8, 256), (16, 2, 512), (32, 4, 512)])
+def test_a_token_keeps_its_normalised_values_in_any_batch(
+    sizes: tuple[int, int, int], from_keys: bool, in_fp8: bool
+) -> None:
+    case = make_case(300, *sizes, torch.bfloat16, norm=True, wide_norm=True)
+    case = with_value_norm(case, from_keys=from_keys)
+    if in_fp8:
+        case = case._replace(cache=empty_fp8(case.cache.key))
+    else:
+        check(case)
+    prepare_qkv_triton(*case)
+    tables = [table for table in case.cache if table is not None]
+    expected = [table.flatten(1, 2)[:, case.slots].float() for table in tables]
+    for table in tables:
+        table.zero_()
+    for first, end in ((0, 1), (1, 18), (18, 300)):
+        part = case._replace(
+            qkv=case.qkv[first:end], cos_sin=case.cos_sin[first:end], slots=case.slots[first:end]
+        )
+        prepare_qkv_triton(*part)
+    for table, whole in zip(tables, expected, strict=True):
+        assert torch.equal(table.flatten(1, 2)[:, case.slots].float(), whole)
 
 
 @pytest.mark.gpu

@@ -193,7 +193,7 @@ class Device:
     def _use(self, kind: int, block: int) -> None:
         """Destroy what the other kind has in the page of a block that is written."""
         layout, size = self._layout, self._block_size
-        page = block // layout.window_blocks if kind else layout.page_of(block)[0]
+        page = (layout.page_of_window if kind else layout.page_of_full)(block)[0]
         if self._kinds[page] == kind:
             return
         self._kinds[page] = kind
