@@ -28,7 +28,7 @@ from batchgen.evals.arms.job_facts import (
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import step_folder
-from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
 

@@ -84,19 +84,19 @@ class JobSummary:
         """Sum up a folder from the content of its metrics.json, config.yaml and manifest.json."""
         return cls(
             Totals.of(metrics),
-            metrics.get("status", _NOT_BEGUN),
-            metrics.get("attempts") or (),
-            metrics.get("score"),
-            config or {},
-            metrics.get("tokens_per_s") or 0.0,
-            metrics.get("wall_s", 0.0),
-            metrics.get("generate_s", 0.0),
-            row_facts,
-            metrics.get("rows_copied", 0),
-            all_steps(metrics, name),
-            metrics.get("sampling") or {},
-            questions,
-            metrics.get("adapter_scores") or {},
+            status=metrics.get("status", _NOT_BEGUN),
+            attempts=metrics.get("attempts") or (),
+            score=metrics.get("score"),
+            config=config or {},
+            tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            wall_s=metrics.get("wall_s", 0.0),
+            generate_s=metrics.get("generate_s", 0.0),
+            row_facts=row_facts,
+            rows_copied=metrics.get("rows_copied", 0),
+            costs=all_steps(metrics, name),
+            sampling=metrics.get("sampling") or {},
+            questions=questions,
+            adapter_scores=metrics.get("adapter_scores") or {},
         )
 
     @property

@@ -13,12 +13,11 @@ import pyarrow.compute as pc
 
 from batchgen.storage.shards.enough import OUTCOME, VALID
 from batchgen.storage.shards.enough import OUTCOMES as ROW_OUTCOMES
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import SAMPLE_COLUMN
 
 if TYPE_CHECKING:
     from batchgen.storage.shards.output_schema import FinishedRow
 
-_SAMPLE_INDEX = KEYS[1]
 # A column of batchgen.storage.shards.output_schema, which is not imported because it loads torch.
 _CHANNEL = "channel"
 _CUT = "length"
@@ -107,7 +106,7 @@ class Tally:
         self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         satisfied = ["constraint_satisfied"] if constrained else []
         self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
-        until_columns = [_SAMPLE_INDEX, OUTCOME, VALID] if until else []
+        until_columns = [SAMPLE_COLUMN, OUTCOME, VALID] if until else []
         self._channels, self._cut_in = [_CHANNEL] if channels else [], Counter[str]()
         known = ["finish_reason", "error", *self._sums, *satisfied, *until_columns]
         self.columns = [*known, *self._channels]
@@ -146,7 +145,7 @@ class Tally:
             _count(self._cut_in, table[_CHANNEL].filter(is_cut).drop_null())
         if self._until:
             self._until[VALID] += pc.sum(table[VALID]).as_py() or 0
-            first = table[OUTCOME].filter(pc.equal(table[_SAMPLE_INDEX], 0)).drop_null()
+            first = table[OUTCOME].filter(pc.equal(table[SAMPLE_COLUMN], 0)).drop_null()
             for item in pc.value_counts(first).to_pylist():
                 self._until[item["values"]] += item["counts"]
 

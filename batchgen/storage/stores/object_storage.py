@@ -19,6 +19,7 @@ from pathlib import Path
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.file_store import FolderGone
+from batchgen.storage.leases.job_files import KEYS, LOCKS, ROWS
 from batchgen.storage.leases.lease_files import (
     BEGUN,
     DATA,
@@ -29,7 +30,6 @@ from batchgen.storage.leases.lease_files import (
     WORKERS,
 )
 from batchgen.storage.leases.object_store import ObjectStore
-from batchgen.storage.leases.own_files import KEYS, LOCKS, ROWS
 from batchgen.storage.leases.process_identity import machine, started
 from batchgen.storage.stores.job_storage import SYNC_SECONDS
 from batchgen.storage.stores.object_lock import ObjectLock

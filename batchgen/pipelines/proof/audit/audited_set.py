@@ -22,7 +22,7 @@ from batchgen.pipelines.proof.audit.rows_again import compute_again
 from batchgen.pipelines.publish.finished_rows import FinishedRows
 from batchgen.pipelines.publish.set_rows import SOURCE
 from batchgen.pipelines.trace.trace_row import origin_in_set
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import SAMPLE_COLUMN
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 
@@ -103,7 +103,7 @@ def audit_set_rows(
 def _numbers(parts: ResolvedJob, ids: set[str]) -> Mapping[str, int]:
     """The numbers of rows in their data set, by their ids."""
     source = parts.source
-    source.find_index(None)
+    source.find_index(None)  # a temporary row index, because a set has none
     numbers: dict[str, int] = {}
     for row in source.rows():
         if row.id in ids:
@@ -124,7 +124,7 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     difference: str | None = "the recomputed row has no such sample"
     for at in range(computed.num_rows):
         sample = computed.slice(at, 1)
-        if row.sample in (None, sample[KEYS[1]][0].as_py()):
+        if row.sample in (None, sample[SAMPLE_COLUMN][0].as_py()):
             difference = first_difference(sample, row.stored, names)
             if difference is None:
                 break
