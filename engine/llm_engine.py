@@ -123,7 +123,8 @@ class LLMEngine:
         # their columns of context scope, which the last launch began to copy to the host.
         self._finished: list[Sequence] = []
         self._leaving: list[Sequence] = []
-        self._launched: deque[list[_Launched]] = deque()  # launched batches that were not read yet
+        # The parts of each launched batch that was not read yet, the oldest batch first.
+        self._launched: deque[list[_Launched]] = deque()
 
     def capture_graphs(self) -> None:
         """Capture all CUDA graphs that steps may replay. Without this call, most graphs are

@@ -2,7 +2,9 @@
 
 `ModelRunner` copies a batch's inputs to the addresses that a graph reads (`fixed_inputs.py`), and
 replays the graph. The *kind* of a graph is a decode step, a prefill, or a mixed step; each kind is
-captured for several batch sizes.
+captured for several batch sizes. Padding rows are on *scratch*: block 0 of the caches, which
+belongs to no row. *Replayed tokens* (`ModelInputs.replayed`) are no replay of a graph: a prefill
+computes them with the rounding of decode steps, which graphs do not support.
 """
 
 from __future__ import annotations
@@ -160,7 +162,8 @@ class ForwardGraphs:
         return captured
 
     def _arguments(self, key: _Key) -> tuple[list[Part], OutputTokens | None]:
-        """Return the arguments of the forward for this graph: the used part of the fixed inputs."""
+        """Return the arguments of the forward for this graph: the parts of the batch, which are the
+        used part of the fixed inputs, and the tokens to compute in the last layer (None: all)."""
         kind, size, width = key
         if kind == "prefill":
             outputs = OutputTokens(self._last, [self._last_attention()])
@@ -242,6 +245,7 @@ class ForwardGraphs:
         return fits and not images and self._may_read(inputs)
 
     def _may_read(self, prefill: ModelInputs) -> bool:
+        """Return whether graphs support the inputs of this prefill, whatever its size."""
         replays = prefill.replayed is not None
         has_rope_positions = prefill.rope_positions is not None
         return self._shapes.reads_prompts and not replays and not has_rope_positions

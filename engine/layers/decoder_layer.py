@@ -2,6 +2,10 @@
 
 The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-forward part* treats
 each token separately. The models of `engine/models` are stacks of these layers.
+
+Layers pass on the *residual stream*, to which every part adds its result. A `Stream` is a tensor
+[T, hidden_size], or one with a sum over all ranks still to be added (`PendingSum`); `summed` adds
+it.
 """
 
 from __future__ import annotations
@@ -155,6 +159,7 @@ class DecoderLayer(nn.Module):
         hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
+        # With a residual of zeros, a part returns only its own result, which is normed first.
         yielded: Tensor = norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
         whole = residual + yielded
         if self.own_input is not None:
@@ -186,6 +191,7 @@ class DecoderLayer(nn.Module):
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
+"""The names in checkpoints of the norm of a layer with one part."""
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:

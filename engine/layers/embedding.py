@@ -33,7 +33,8 @@ class Embedding(nn.Module):
     """A table with a vector for each token id. Vectors are multiplied by `scale`, rounded to their
     dtype.
 
-    Each rank of tensor parallelism has a range of consecutive ids. Adapters may add to the vectors.
+    Each rank of tensor parallelism has a range of consecutive ids. Adapters (LoRA) may add to the
+    vectors. An adapter may also have a *saved* weight: a table of its own that replaces this one.
     """
 
     def __init__(

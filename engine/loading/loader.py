@@ -188,6 +188,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path
                 filled.update(slot.pieces)
     model.skipped_parts = tuple(sorted(skipped))
     missing = {piece for slot in slots for piece in slot.pieces} - filled
+    # Of a slot with several sources that got only some, the missing sources are named.
     for slot in slots:
         if (came := waiting.get(id(slot), {})) and missing.issuperset(slot.pieces):
             missing = missing.difference(slot.pieces).union(slot.sources) - came.keys()
@@ -230,5 +231,6 @@ def _fill_dummy(model: CausalLM) -> None:
 
 
 def _fill_normal(parameter: Tensor, seed: int) -> None:
+    """Fill a parameter with normally distributed numbers of this seed."""
     generator = torch.Generator(device=parameter.device).manual_seed(seed)
     parameter.normal_(0.0, 0.02, generator=generator)

@@ -162,6 +162,8 @@ def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
 
 
 def tower_theta(parameters: dict[str, Any] | None) -> float:
+    """Return `rope_theta` of a tower's rotary parameters, 10000 by default. Raises ValueError if it
+    is not a number over 1."""
     theta = (parameters or {}).get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not theta > 1:
         raise ValueError(f"rope_theta of the vision tower is {theta!r:.60}, and must be over 1")

@@ -100,7 +100,8 @@ class Experts(nn.Module):
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | MXFP4Format | None = None
-        self._layouts: tuple[Layout, Layout] | None = None  # of 4-bit weights; None: they are not
+        # The layouts of gate and up, and of down, in 4 bits; None for weights of another format.
+        self._layouts: tuple[Layout, Layout] | None = None
         self._dtype = where.dtype
         # The weights in the layout for a CPU, after `pack`. They replace the parameters.
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
@@ -162,6 +163,7 @@ class Experts(nn.Module):
         them."""
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         for whole, parts in kinds.items():
+            # Checkpoints list the tensor of all experts, or each projection of each expert.
             names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
             if form.excludes(f"{path}.{whole}") and any(map(form.excludes, names)):
                 return
