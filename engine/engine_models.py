@@ -53,7 +53,8 @@ def planned_uses(
 
     Args:
         others: the models besides the target, as for `model_uses`.
-        context_columns: the names of the columns of context scope to compute.
+        context_columns: the names of the columns of context scope to compute. These have a value
+            for every token that the model reads, such as hidden states.
 
     Raises:
         ValueError: the model or the device does not allow the configuration, the model has no
@@ -123,6 +124,7 @@ def _check_compatible(name: str, model: CausalLM, target: CausalLM, max_model_le
             f"the {name} model has positions for {longest} tokens and rows may get "
             f"{max_model_len}: lower max_model_len or choose another {name} model"
         )
+    # None: the model's angles do not depend on the length of the row.
     borders = model.config.rope_border, target.config.rope_border
     if borders[0] != borders[1] and min(filter(None, borders)) < max_model_len:
         raise ValueError(
@@ -217,6 +219,7 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
         memory = torch.cuda.get_device_properties(device).total_memory
         room = int(memory * config.gpu_memory_utilization) - weights - _ACTIVATIONS
     specs, parallel = target.cache_specs, target.parallel
+    # All ranks take the smallest memory among them, so that they choose the same defaults.
     return Sizes(
         weights=weights,
         weights_per_token=target.weight_bytes_per_token,

@@ -71,7 +71,7 @@ class EngineParts:
         self._block_length = strategy.block_length(model.config)
         rules = bit_rules(config.deterministic, model.device)
         model.pack(rules)
-        if rules is BY_ROW:
+        if rules is BY_ROW:  # the setting `deterministic`, on a GPU
             check_products(model)
         uses, self.config = planned_uses(model, others, strategy, config, context_columns)
         max_num_seqs, max_model_len = self.config.max_num_seqs, self.config.max_model_len
@@ -132,6 +132,8 @@ class EngineParts:
             states,
             chunk_multiple(model),
             max(role.tokens_ahead for role in self._strategy.models.values()),
+            # Generated tokens are computed with other bits than prompts, so that their blocks
+            # cannot be shared.
             prompts_only=config.rules.replay,
         )
 

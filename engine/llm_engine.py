@@ -123,7 +123,8 @@ class LLMEngine:
         # their columns of context scope, which the last launch began to copy to the host.
         self._finished: list[Sequence] = []
         self._leaving: list[Sequence] = []
-        self._launched: deque[list[_Launched]] = deque()  # launched batches that were not read yet
+        # The parts of each launched batch that was not read yet, the oldest batch first.
+        self._launched: deque[list[_Launched]] = deque()
 
     def capture_graphs(self) -> None:
         """Capture all CUDA graphs that steps may replay. Without this call, most graphs are
@@ -243,8 +244,9 @@ class LLMEngine:
         self._compiling.close()
         if self._leader is not None:
             # The ranks' communicator must outlive the CUDA graphs that captured its operations.
-            for runner in self._runners.values() if self.is_usable else ():
-                runner.drop_graphs()
+            if self.is_usable:
+                for runner in self._runners.values():
+                    runner.drop_graphs()
             self._leader.close()
 
     def measure_costs(self) -> None:

@@ -28,6 +28,7 @@ from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.models.causal_lm import CausalLM
 
 _OPERATIONS = 256
+"""The most operations of a model that are watched."""
 _OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None], ...] = (
     (linear_layer, "linear", None, None),
     (linear_layer, "add_linear_", None, None),
@@ -60,10 +61,14 @@ class Tape:
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
+        # A digest is the sum of a token's values, as integers, times these random odd factors.
         draws = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(2**62, (2**18,), generator=draws) * 2 + 1).to(device)
         self.plane = torch.zeros(_OPERATIONS, slots, dtype=torch.int64, device=device)
         self.operations: dict[tuple[int, str, int], int] = {}
+        # The current forward: its tokens' KV slots; the layer that runs (None: nothing is
+        # recorded); the calls of each operation in that layer; and whether the last layer computes
+        # all tokens.
         self._slots = torch.empty(0)
         self._layer: int | None = None
         self._seen: Counter[str] = Counter()
@@ -109,8 +114,10 @@ class Tape:
             yield
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._slots, self._layer = args[2].kv_slots, None
-        self._whole = args[2].outputs is None
+        """Begin a forward; `args` are those of `Decoder.forward`."""
+        _, _, ctx = args
+        self._slots, self._layer = ctx.kv_slots, None
+        self._whole = ctx.outputs is None
         self.plane.index_fill_(1, self._slots, 0)  # clear what earlier rows left at these slots
 
     def _enter(self, layer: int, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -129,6 +136,9 @@ class Tape:
         rows: Callable[[Any], Tensor] | None,
         weights: dict[int, str],
     ) -> Callable[..., Any]:
+        """Return a function that calls `run` and records the result. `label` and `rows` are from
+        `_OPERATIONS_OF`; `weights` has the names of weights by their id."""
+
         def noting(*args: Any, **options: Any) -> Any:
             result = run(*args, **options)
             if self._layer is not None and result is not None:
@@ -139,8 +149,9 @@ class Tape:
         return noting
 
     def _note(self, name: str, values: Tensor) -> None:
+        """Record the digests of an operation's values [tokens, …] in the current layer."""
         assert self._layer is not None
-        if len(values) != len(self._slots):
+        if len(values) != len(self._slots):  # not of the forward's tokens
             return
         key = self._layer, name, self._seen[name]
         self._seen[name] += 1

@@ -85,6 +85,8 @@ def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
     for column in seq.requested_columns:
         if column.scope == "context":
             columns[column.name] = values = seq.context.array(column)
+            num_read = seq.num_tokens if seq.num_pooled_tokens else seq.num_tokens - 1
+            # A row may fail before its first forward.
             ran = seq.error is None or seq.num_computed_tokens
-            assert len(values) == seq.num_tokens - (not seq.num_pooled_tokens) or not ran
+            assert len(values) == num_read or not ran
     return columns

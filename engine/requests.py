@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_ANSWER_OR_TOKENS = (
+_ANSWER_AND_TOKENS = (
     "a request has an answer to score, and also generates tokens or pools hidden states: a "
     "request can do only one of the three, so set max_new_tokens to 0 without pooling, or leave "
-    "the answer out",
+    "the answer out"
+)
+_NO_ANSWER = (
     "max_new_tokens is 0, and the request has no answer to score: give an answer (in Python with "
-    "LLM.score), or set max_new_tokens to 1 or more",
+    "LLM.score), or set max_new_tokens to 1 or more"
 )
 
 
@@ -113,7 +115,7 @@ class Requests:
         )
         answer = None if to_score is None else answer_ids(to_score)
         if (answer is not None) != params.scores_answer:
-            raise ValueError(_ANSWER_OR_TOKENS[answer is None])
+            raise ValueError(_NO_ANSWER if answer is None else _ANSWER_AND_TOKENS)
         adapter = self._adapter(params.lora)
         needed = self._check_prompt(prompt, answer, params)
         spans = self._spans(prompt, images, answer, needed)
@@ -129,9 +131,10 @@ class Requests:
             # answer.
             self._check_trajectory(trajectory, len(prompt), params)
             params = replace(params, max_new_tokens=len(trajectory))
-            rule, scored = StopRule({}, (), 0, len(trajectory)), []
+            rule, scored = StopRule({}, (), 0, max_new_tokens=len(trajectory)), []
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
+        # A long row reads rotary angles this many entries later (`ModelConfig.rope_border`).
         border = self._config.rope_border or 0
         rope_offset = border if len(prompt) + len(scored) > border else 0
         seq = Sequence(
@@ -151,7 +154,7 @@ class Requests:
         bad = [i for i in trajectory.all_token_ids if not 0 <= i < self._vocab_size]
         if bad:
             raise RequestError("bad_token_ids", _not_in_vocabulary("tail", bad, self._vocab_size))
-        self._strategy.is_exact(trajectory, num_prompt_tokens, params)
+        self._strategy.is_exact(trajectory, num_prompt_tokens, params)  # raises RequestError
 
     def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
         """Return whether a new row can continue after the tokens of `begun`, with all its columns.
@@ -253,6 +256,7 @@ class Requests:
                 f"is {self._max_model_len}: shorten them, or raise max_model_len if the model "
                 "allows it",
             )
+        # A row that generates needs room for at least one token.
         if answer is None and len(prompt) + bool(params.max_new_tokens) > self._max_model_len:
             raise RequestError(
                 "prompt_too_long",

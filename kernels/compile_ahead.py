@@ -38,8 +38,9 @@ def can_compile_ahead() -> bool:
 def have_compiled() -> bool:
     """Return whether Triton has compiled as many kernels on this machine as an engine needs."""
     folder = Path(triton.knobs.cache.dir)
-    kept = islice(folder.iterdir(), _FEWEST_KERNELS) if folder.is_dir() else ()
-    return len(list(kept)) == _FEWEST_KERNELS
+    # The folder may have thousands of entries, one per kernel; no more are listed than needed.
+    entries = islice(folder.iterdir(), _FEWEST_KERNELS) if folder.is_dir() else ()
+    return len(list(entries)) == _FEWEST_KERNELS
 
 
 @contextmanager
@@ -79,13 +80,17 @@ class _Variants:
     def add(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Compile the variant that this launch needs in a thread, unless it was added before."""
         names, constants = _parameters(kernel)
-        plain = getattr(kernel, "do_not_specialize", ())
-        unaligned = getattr(kernel, "do_not_specialize_on_alignment", ())
+        any_value = getattr(kernel, "do_not_specialize", ())
+        any_alignment = getattr(kernel, "do_not_specialize_on_alignment", ())
         arguments = {**dict(zip(names, args, strict=False)), **options}
         values = []
         for name, value in arguments.items():
             if name not in constants and name in names:
-                value = _specialised(value, name not in plain, name not in unaligned)
+                value = _specialised(
+                    value,
+                    by_value=name not in any_value,
+                    by_alignment=name not in any_alignment,
+                )
             values.append((name, value))
         variant = kernel, tuple(values)
         if variant in self._seen:
@@ -105,9 +110,9 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(parameters), frozenset(constants)
 
 
-def _specialised(value: Any, by_value: bool, by_alignment: bool) -> Hashable:
-    """Return what the compiler specialises on in a value that is not a constant: whether it is 1,
-    or a multiple of 16."""
+def _specialised(value: Any, *, by_value: bool, by_alignment: bool) -> Hashable:
+    """Return what the compiler specialises on in a value that is not a constant: whether it is 1
+    (`by_value`), or a multiple of 16 (`by_alignment`)."""
     by_alignment = by_alignment and by_value
     if isinstance(value, Tensor):
         return value.dtype, by_alignment and value.data_ptr() % 16 == 0

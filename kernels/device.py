@@ -12,7 +12,8 @@ _INTERPRETED_PROGRAMS = 8
 
 
 def device_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Return the number of programs to launch a persistent kernel with."""
+    """Return the number of programs to launch a persistent kernel with: one whose programs take one
+    item of work after another, so that all of them run at once."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device) * per_multiprocessor

@@ -20,6 +20,7 @@ _ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96,
 """The numbers of rows that `first_unsteady` tries. cuBLAS changes its algorithms where rows are
 few."""
 _MOST_ROWS = 2048
+"""The rows of the product that the others are compared with."""
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """The environment variables that torch reads at the first product of a process, and their values: 8
 workspaces of 16 KiB each."""

@@ -1,4 +1,5 @@
-"""`row_indices`: maps tokens or tiles to their rows on the host, given how many each row has."""
+"""`row_indices`: finds the row of each token (or tile) from the number that each row has, on the
+host."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def row_indices(counts: Tensor) -> Tensor:
-    """Return each index i of `counts` [B] int64 repeated counts[i] times, in order, on the host.
+    """Return each index i of `counts` [B] int64 repeated counts[i] times, in order, on the host:
+    [2, 0, 3] becomes [0, 0, 2, 2, 2].
 
     The result equals `torch.repeat_interleave(counts)`, which uses all threads of the CPU even for
     little work. With 64 cores and four such processes that took 10 ms, during which the GPU was

@@ -41,6 +41,7 @@ most of the writes."""
 MOST_SPLITS = 32
 """The most splits of a row under any rule."""
 _SHORT_SPLIT, _LONG_SPLIT = 512, 2048
+"""Tokens of a split in batches of few rows, and in others."""
 _ENOUGH_PROGRAMS = 128
 """Pairs of a row and a KV head that fill a GPU."""
 _EQUAL_QUERIES = 32
@@ -51,6 +52,7 @@ any program of decode attention."""
 _LEAST_STEPS = 4
 """Steps of a sum's part below which cutting costs more than it saves."""
 _MOST_PARTS = 8
+"""The most parts of a sum."""
 
 
 def num_parts(tiles: int, steps: int, programs: int) -> int:
@@ -73,8 +75,8 @@ class BitRules:
 
     # Batches of few rows have short splits, which fill the GPU but must be combined.
     short_splits: bool
-    # The most splits of a row with one query. Latent attention, whose partial results are larger,
-    # has limits of its own: for batches of few rows and of many.
+    # The most splits of a row with one query. Latent attention (`kernels/mla`), whose partial
+    # results are larger, has limits of its own: (for batches of few rows, for others).
     most_splits: int
     most_latent_splits: tuple[int, int]
     splits_by_width: bool  # rows of several queries have fewer splits, to save memory
@@ -123,9 +125,11 @@ class BitRules:
         `group` heads read the same keys, of at most `room` tokens."""
         if not self.divide_queries:
             return 1
-        # Equal splits of a long context are cut for the last query of a piece.
-        alone = window or room > self.most_splits * _LONG_SPLIT
-        limit = 1 if alone else max(1, _EQUAL_QUERIES // group)
+        # Windows, and the equal splits of a long context, are cut for one query of a piece. Another
+        # query of the piece would have other splits than alone.
+        one_query = window or room > self.most_splits * _LONG_SPLIT
+        limit = 1 if one_query else max(1, _EQUAL_QUERIES // group)
+        # A piece has as many queries as divide `width` evenly, up to `limit`.
         return width // max(n for n in range(1, width + 1) if not width % n and n <= limit)
 
     def latent_pieces(self, width: int) -> int:
@@ -133,6 +137,7 @@ class BitRules:
         return width if self.divide_queries else 1
 
     def _are_few(self, rows: int, kv_heads: int) -> bool:
+        """Return whether a batch has so few rows that it needs short splits to fill the GPU."""
         return self.short_splits and rows * kv_heads < _ENOUGH_PROGRAMS
 
 

@@ -89,6 +89,7 @@ def _step(
     width: int,
     num_slots: int,
 ) -> ReplayStep:
+    """Make one step of the rows with these indices. One upload brings all values to the device."""
     values = upload(np.concatenate((tokens, rows, pending, first)), torch.int64, slots.device)
     count = len(rows)
     index, indices, waiting, oldest = values.split([len(tokens), count, count, count])

@@ -1,7 +1,9 @@
 """Checks and rewrites structural tags, one kind of constraint. `Constraint.make` and
 `xgrammar_input.py` call `lower_tag`.
 
-A structural tag is xgrammar's description of free text with constrained parts, such as tool calls.
+A structural tag is xgrammar's description, in JSON, of free text with constrained parts, such as
+tool calls. The parts are objects like `{"type": "json_schema", "json_schema": {…}}` or `{"type":
+"regex", "pattern": "…"}` at any depth.
 """
 
 from typing import Any

@@ -40,7 +40,7 @@ class Vocabulary:
         plain: the ids that have text and are neither special nor EOS.
         texts: [V], the bytes of each id, including special tokens; empty for ids that the tokenizer
             lacks.
-        cut: tokenizes a text.
+        cut: returns the token ids of a text, without special tokens around it.
         harmony: the tokens of the Harmony format, if the tokenizer has them.
     """
 
@@ -124,6 +124,7 @@ class Marker:
         self._bytes = text.encode()
         size = len(self._bytes)
         suffixes = tuple(self._bytes[start:] for start in range(1, size))
+        # Only these tokens can complete the marker: they start with its last bytes or contain it.
         candidates = [
             token_id
             for token_id, spelled in enumerate(self._texts)
@@ -139,6 +140,8 @@ class Marker:
             )
 
     def _can_be_spelled(self) -> bool:
+        """Return whether some sequence of tokens contains the marker."""
+        # `reached`: the numbers of the marker's first bytes that some sequence of tokens spells.
         spelled, reached = set(self._texts), {0}
         for end in range(1, len(self._bytes) + 1):
             if any(self._bytes[start:end] in spelled for start in reached):

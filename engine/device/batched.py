@@ -98,6 +98,7 @@ class Batched:
             if f.metadata["axis"] == "row" and values[0].dim() > 1:
                 width = max(v.shape[1] for v in values)
                 pad = f.metadata["pad"]
+                # F.pad takes (before, after) of the last axis first: only the second axis grows.
                 values = [
                     F.pad(v, (0, 0) * (v.dim() - 2) + (0, width - v.shape[1]), value=pad)
                     for v in values

@@ -69,7 +69,8 @@ def _free_memory(root: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the control groups that limit the process, from its own group outwards."""
+    """Yield the version (1 or 2) and the folder of each control group that limits the process,
+    from its own group outwards. `controller` is "memory" or "cpu"."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0" and not names:

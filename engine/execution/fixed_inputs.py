@@ -51,12 +51,16 @@ class RaggedInputs:
             windows=scratch.window_tables is not None,
             lora=scratch.lora_slots is not None,
         )
+        # The row of each token, at first the filler row for all.
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
+        # Lines as in `PrefillPlan.tiles`; zeros are tiles without tokens. Besides full tiles, each
+        # row can have one that is not full.
         self._tiles = {
             size: torch.zeros((-(-tokens // size) + rows, 3), dtype=torch.int32, device=device)
             for size in tiles
         }
+        # The index of each row's first token, and the number of tokens at the end.
         self._starts: Tensor | None = None
         if scratch.state_slots is not None:
             self._starts = torch.zeros(rows + 2, dtype=torch.int32, device=device)
@@ -100,6 +104,7 @@ class RaggedInputs:
         fixed.snapshots.zero_()
         if inputs.snapshots is not None:
             fixed.snapshots[:rows].copy_(inputs.snapshots)
+        # Unused rows, and the filler row after them, start after the last token of the batch.
         starts = np.full(self._filler + 2, int(inputs.query_lens.sum()), np.int32)
         starts[1 : rows + 1] = inputs.query_lens.cumsum()
         starts[0], starts[-1] = 0, size
@@ -122,8 +127,9 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
         fixed.rope_shifts[:rows].copy_(inputs.rope_shifts)
         fixed.rope_shifts[rows:size].zero_()
     if rows < size:
-        width = tokens // max(rows, 1)
-        fixed.positions[tokens : size * max(width, 1)].zero_()
+        # A batch without rows is padded with rows of one token.
+        width = max(tokens // max(rows, 1), 1)
+        fixed.positions[tokens : size * width].zero_()
         fixed.block_tables[rows:size, 0].zero_()
         if fixed.window_tables is not None:
             fixed.window_tables[rows:size, 0].zero_()

@@ -48,8 +48,9 @@ class Part:
     # in a captured prefill; None: computed from the rows' lengths.
     starts: Tensor | None = None
     images: ImageFeatures | None = None  # the part's image tokens; None if it has none
-    # Whether each row's tokens form a canvas, whose tokens attend to the whole canvas and to all
-    # tokens before it. Parts with canvases come first and have `ModelInputs.hidden`.
+    # Whether each row's tokens form a canvas (the block of tokens that a diffusion model writes at
+    # once), whose tokens attend to the whole canvas and to all tokens before it. Parts with
+    # canvases come first and have `ModelInputs.hidden`.
     canvas: bool = False
 
 
@@ -118,6 +119,8 @@ def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> Atten
     """Return what the attention layers read about a part."""
     positions, widened = part.inputs.positions, 0
     if part.canvas:
+        # Every token gets the position of the canvas's last token, so that causal attention lets it
+        # see the whole canvas. Windows become longer by as much as the first token moved.
         rows = positions.view(part.inputs.num_rows, -1)
         positions, widened = rows[:, -1:].expand_as(rows).flatten(), rows.shape[1] - 1
     return AttentionMetadata(
@@ -154,7 +157,8 @@ def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:
 
 
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
-    """Compute the KV slots of a part's tokens [T] int64 from its block tables [B, N]."""
+    """Compute the KV slots of a part's tokens [T] int64 from its block tables [B, N]. A KV slot is
+    the place of a token in the paged cache: block · block_size + offset."""
     return slot_mapping(part.inputs.positions, part.rows, tables, caches.block_size)
 
 

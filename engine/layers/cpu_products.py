@@ -30,8 +30,8 @@ class CPUProducts:
         return self._chosen[key]
 
     def takes_few(self, weight: Tensor) -> bool:
-        """Return whether `linear` can multiply few rows by this weight [N, K], without bias,
-        unpadded."""
+        """Return whether `linear` can multiply few rows by this weight [N, K], without bias, and
+        without padding them to more rows."""
         key = (weight.shape, weight.dtype)
         if key not in self._few_keep_bits:
             self._few_keep_bits[key] = few_keep_bits(weight, self.choose(weight, None))
@@ -44,5 +44,5 @@ class CPUProducts:
         return [
             f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
             for ((n, k), dtype, _), product in self._chosen.items()
-            if product.most_rows is None
+            if product.most_rows is None  # no number of rows at once keeps the bits
         ]

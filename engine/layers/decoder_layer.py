@@ -2,6 +2,10 @@
 
 The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-forward part* treats
 each token separately. The models of `engine/models` are stacks of these layers.
+
+Layers pass on the *residual stream*, to which every part adds its result. A `Stream` is a tensor
+[T, hidden_size], or one with a sum over all ranks still to be added (`PendingSum`); `summed` adds
+it.
 """
 
 from __future__ import annotations
@@ -186,6 +190,7 @@ class DecoderLayer(nn.Module):
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
+"""The names in checkpoints of the norm of a layer with one part."""
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:

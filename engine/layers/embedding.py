@@ -33,7 +33,8 @@ class Embedding(nn.Module):
     """A table with a vector for each token id. Vectors are multiplied by `scale`, rounded to their
     dtype.
 
-    Each rank of tensor parallelism has a range of consecutive ids. Adapters may add to the vectors.
+    Each rank of tensor parallelism has a range of consecutive ids. Adapters (LoRA) may add to the
+    vectors. An adapter may also have a *saved* weight: a table of its own that replaces this one.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Embedding(nn.Module):
         """Add the adapters' factors to the table, as `Linear.add_lora` does."""
         if not any(path in adapter for adapter in factors):
             return
+        # The table's vectors are multiplied by a scale, and so are the adapters'.
         scaled = [
             {path: replace(adapter[path], scale=adapter[path].scale * self._scale)}
             if path in adapter

@@ -60,6 +60,7 @@ class FourBitSlot(WeightSlot):
             )
         if isinstance(weight, Int4Weight):
             weight = weight.regrouped(layout.group)
+        # The parts of a `GroupedWeight`: codes, scales, and zero points or factors.
         rank_parts = [self._own(name, part, index) for index, part in enumerate(weight)]
         experts, rows, columns = self.panels.sizes
         sizes = (columns // _CODES, *[columns // layout.group] * 2)
@@ -69,6 +70,7 @@ class FourBitSlot(WeightSlot):
                     f"tensor {name} has {part.shape[-2]} rows, the configuration says {rows}"
                 )
         try:
+            # The weight of one layer becomes that of one expert.
             pack_panels(
                 type(weight)(*(part.expand(experts, -1, -1) for part in rank_parts)), self.panels
             )

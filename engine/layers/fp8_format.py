@@ -1,5 +1,10 @@
 """The FP8 format: which weights are in FP8, how checkpoints declare it, and which devices compute
-in it."""
+in it.
+
+A checkpoint declares it in config.json:
+
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], …}
+"""
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ class LayerInput(nn.Module):
         inputs = ctx.layer_inputs[:, self._layer]
         if outputs is not None:
             inputs = inputs[outputs.index]
+        # `gelu_and_mul` computes gelu(first half) · second half.
         gated = gelu_and_mul(torch.cat((self.gate(stream), inputs), 1))
         added: Tensor = self.norm(self.projection(gated))
         return stream + added

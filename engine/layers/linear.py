@@ -82,6 +82,7 @@ class Linear(nn.Module):
         self._layout: Layout | None = None  # of a weight in 4 bits
         self.rules = BY_BATCH
         self.lora: LayerLoRA | None = None
+        # The most rows that a product on a CPU computes at once, as `linear` says.
         self._most_rows: int | None = MOST_ROWS
 
     @property

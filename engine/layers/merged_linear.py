@@ -59,7 +59,7 @@ class MergedLinear(Linear):
         self._arrange = dict(arrange or {})
         self._shards = dict(shards or {})
         self._unquantised = frozenset(unquantised)
-        self._in_fp8: tuple[str, ...] = ()
+        self._in_fp8: tuple[str, ...] = ()  # the projections in FP8, which are the first ones
         self.tail: nn.Parameter | None = None
 
     def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
@@ -70,6 +70,7 @@ class MergedLinear(Linear):
         excluded and a later one is not.
         """
         if isinstance(form, FourBitFormat):
+            # Checkpoints list the merged layer, or each projection.
             parts = (form.excludes(_sibling(path, name)) for name in self.parts)
             if not self._unquantised and not (form.excludes(path) and any(parts)):
                 self.keep_four_bits(form)
@@ -145,6 +146,7 @@ class MergedLinear(Linear):
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield each projection under its own name, and under that of the merged weight."""
+        # `start` counts the features on this rank, `first` those of the checkpoint's merged weight.
         start = first = 0
         for name, size in self.parts.items():
             shard, part = self._shards.get(name), LoRAPart(start, size)
@@ -207,5 +209,5 @@ class MergedLinear(Linear):
 
 def _sibling(path: str, part: str) -> str:
     """Return a projection's name in checkpoints: `path`, the merged layer's name, with its last
-    part replaced by `part`."""
+    part replaced by `part`, as in "self_attn.qkv_proj", "q_proj" -> "self_attn.q_proj"."""
     return f"{path.rpartition('.')[0]}.{part}"

@@ -1,5 +1,9 @@
 """The formats of published quantised weights (GPTQ, AWQ and others), as config.json declares them.
-Such weights stay in 4 bits, or are dequantised when they are loaded."""
+Such weights stay in 4 bits, or are dequantised when they are loaded.
+
+For example, `{"quant_method": "gptq", "bits": 4, "group_size": 128}` means int4 with a scale for
+each 128 inputs of an output. `packed_format` reads it, with one function for each method.
+"""
 
 from __future__ import annotations
 
@@ -127,14 +131,17 @@ def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
-    for key, allowed in (("sparsity_config", "null: sparse weights"), ("transform_config", "null")):
+    for key, allowed in (
+        ("sparsity_config", "null: sparse weights cannot be read"),
+        ("transform_config", "null"),
+    ):
         value = values.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise _refused(key, value, f"{allowed} cannot be read" if ":" in allowed else allowed)
+            raise _refused(key, value, allowed)
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups", groups, "an object that names how weights are quantised")
-    kinds, activations = dict[str, None](), dict[str, None]()
+    kinds, activations = dict[str, None](), dict[str, None]()  # sets in the order of insertion
     blocks = list[tuple[int, int]]()
     ordered, forms = False, list[tuple[str, int | None]]()
     for name, group in groups.items():
@@ -158,7 +165,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         if isinstance(inputs, Mapping):
             activations[f"{inputs.get('type')}{inputs.get('num_bits')}"] = None
     name = f"{' and '.join(kinds)} (compressed-tensors)"
-    kept = None
+    kept = None  # kernels read 4-bit weights only if all groups have one form
     if len(kinds) == len(set(forms)) == 1 and not ordered:
         kept = _kept(name, next(iter(kinds)), forms[0][1])
     return PackedFormat(
@@ -200,7 +207,7 @@ def _modelopt(values: Mapping[str, Any]) -> PackedFormat:
         name=name,
         activations=algorithm,
         kept=_kept(name, "nvfp4", None) if algorithm == "NVFP4" else None,
-        kv_cache=kv_cache and f"{kv_cache}",
+        kv_cache=str(kv_cache) if kv_cache else None,
     )
 
 

@@ -296,6 +296,7 @@ class RotaryTable:
         if positions.dim() == 1:
             return self._table[positions]
         assert self._axes is not None, "the table has one axis"
+        # Each column is read at the position on the axis of its frequency.
         return self._table[positions[:, self._axes], self._columns]
 
 
@@ -306,6 +307,7 @@ def axes_of_frequencies(
     and 2 the column."""
     if not interleaved:
         return row_indices(torch.tensor(sections, device="cpu"))
+    # Time, row and column take turns. An axis whose section is used up is replaced by time.
     index = torch.arange(number, device="cpu")
     axis = index % 3
     ends = torch.tensor([number, 3 * sections[1], 3 * sections[2]], device="cpu")

@@ -3,6 +3,10 @@
 A LoRA adapter changes a weight W to W + B·A; A and B are its *factors*. PEFT keeps the factors of a
 weight of all experts in two tensors for all experts, which are split here. `adapters.py` and
 `folding.py` use this module.
+
+A *stem* is a module's name in the adapter's file, such as `model.layers.0.self_attn.q_proj`; its
+factors have that name with `.lora_A.weight` and `.lora_B.weight`. If PEFT adapts several weights of
+one module, the stem contains `NESTED` once or more.
 """
 
 from __future__ import annotations
@@ -55,7 +59,12 @@ def expert_parameter(
     adapter: AdapterFile, experts: Experts, stem: str, path: str, tensors: tuple[str, str]
 ) -> ExpertParameter:
     """Return which weight the tensors A and B of an adapter are factors of, for the experts at
-    `path`. Raises ValueError if the configuration does not list such a weight, or ranks differ."""
+    `path`. Raises ValueError if the configuration does not list such a weight, or ranks differ.
+
+    Args:
+        path: the name of the experts in the model.
+        tensors: the names of A and B in the file.
+    """
     config, (down, up) = adapter.config, tensors
     # PEFT wraps the weights of a module one after another, the first one innermost.
     wanted = [
@@ -79,7 +88,8 @@ def expert_parameter(
     count, out, width = experts.sizes(name)
     rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")
     adapter.check_rank(rank * count, down, up)
-    # Older versions of PEFT assumed the axes of gpt-oss for all weights.
+    # Older versions of PEFT assumed the axes of gpt-oss for all weights. If both sizes are equal,
+    # the newer form is assumed.
     sides = adapter.shapes[up][0], adapter.shapes[down][1]
     exchanged = not experts.variant.interleaved and sides == (width, out) and out != width
     return ExpertParameter(name, count, rank, scale, exchanged)

@@ -3,6 +3,10 @@
 An adapter's low-rank products are computed in addition to the layers' products, so rows with
 different adapters share a batch. With `fold`, one adapter is added to the weights instead
 (`folding.py`). The loading of a job's model calls `add_adapters`.
+
+A *site* is a product of a layer to which adapters can be added. Its *targets* are the checkpoint's
+weights that it consists of (`lora_targets.py`). A *pair* is the tensors A and B of one weight in an
+adapter's file (`adapter_factors.py`).
 """
 
 from __future__ import annotations
@@ -84,6 +88,7 @@ def _check_pair(
     sizes = site.in_features(target), sum(one.out_features for one, _ in targets)
     exchanged = pair.parameter is not None and pair.parameter.exchanged
     has = pair.sizes(adapter)
+    # Index 0 is the input features, which A has unless A and B are exchanged; 1 is the output's.
     for tensor, index in ((down, exchanged), (up, not exchanged)):
         if has[index] != sizes[index]:
             raise ValueError(
@@ -174,9 +179,8 @@ def add_adapters(
             {piece_name(module, model): tensors[name] for module, name in adapter.saved().items()}
         )
     ranks = tuple(max((one.rank for one in weights.values()), default=1) for weights in factors)
-    in_slots = list(
-        range(1, num_slots(len(adapters), slots) + 1)
-    )  # at first, adapter i is in slot i
+    # At first, adapter i is in slot i. Adapters count from 1.
+    in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
     model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)

@@ -1,7 +1,11 @@
 """Folds an adapter into the loaded weights of a model.
 
 The adapter then applies to all rows. Folding also supports what `adapters.py` cannot compute
-separately: factors of experts and embeddings, and weights trained as a whole.
+separately, such as DoRA and biases that were trained as a whole. `adapters.py` calls this module
+for `fold`.
+
+DoRA (Liu et al. 2024, arXiv 2402.09353) stores a norm for each row of a weight: after B·A has been
+added, every row is scaled to that norm.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ def fold_adapter(adapter: AdapterFile, model: CausalLM) -> None:
 def _apply(
     adapter: AdapterFile, model: CausalLM, tensors: Mapping[str, Tensor], *, write: bool
 ) -> None:
+    """Compute all changes, and raise ValueError if one does not fit the model. With `write` they
+    are written to the model's parameters; without, `tensors` may be on the meta device."""
     slots = {slot.sources[0]: slot for slot in model.checkpoint_slots() if len(slot.sources) == 1}
     # Replaced weights come first, because factors may be added to one of them.
     for change in sorted(_changes(adapter, model), key=lambda change: not change.replaces):
@@ -75,6 +81,7 @@ def _apply(
         if not change.replaces:
             value += slot.parameter.float()
         if change.magnitude is not None:
+            # The norms go through the slot as rows of a tensor, to get the parameter's order.
             norms = factors[change.magnitude].float().reshape(-1, 1)
             rows = norms.expand(-1, adapter.shapes[change.tensor][1])
             wanted = _in_slot(slot, change.target, rows, device)
@@ -91,6 +98,7 @@ def _names(change: _Change, adapter: AdapterFile) -> list[str]:
 
 
 def _stem(name: str) -> str:
+    """Return a tensor's name without `.lora_A.weight` or the like."""
     match = _FACTOR.fullmatch(name) or _MAGNITUDE.fullmatch(name)
     return name if match is None else match[1]
 
@@ -109,6 +117,7 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
     """Yield the changes that an adapter makes to the tensors of a checkpoint. Raises ValueError for
     a tensor that is unknown or not supported."""
     config, shapes = adapter.config, adapter.shapes
+    # The names of the tensors by letter, A or B, for each stem and whether it is of an embedding.
     factors: dict[tuple[str, bool], dict[str, str]] = {}
     magnitudes = {m[1]: name for name in shapes if (m := _MAGNITUDE.fullmatch(name))}
     for name in shapes:
@@ -133,6 +142,7 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
                 "not supported: merge the adapter into the model with PEFT's merge_and_unload"
             )
 
+        # The defaults keep the values of this round of the loop.
         def value(
             tensors: Mapping[str, Tensor],
             names: tuple[str, str] = (down, up),
@@ -188,4 +198,5 @@ def _refuse_shared(adapter: AdapterFile, model: CausalLM, tensor: str, target: s
 
 
 def _target(name: str, model: CausalLM) -> str:
+    """Return the model's name of a tensor that the adapter's file names like this."""
     return model.piece_name(full_name(name), model.config)

@@ -1,5 +1,9 @@
 """Loads a checkpoint into a model. Every parameter is filled exactly once, or the load fails.
 
+A *slot* is a parameter, or a part of one, that tensors of the checkpoint fill: its *sources*. It
+consists of *pieces*, and several slots may have the same piece, because checkpoints differ in how
+they merge weights (`WeightSlot`).
+
 `load_model` is called for the target and for a strategy's other models.
 """
 
@@ -188,6 +192,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path
                 filled.update(slot.pieces)
     model.skipped_parts = tuple(sorted(skipped))
     missing = {piece for slot in slots for piece in slot.pieces} - filled
+    # Of a slot with several sources that got only some, the missing sources are named.
     for slot in slots:
         if (came := waiting.get(id(slot), {})) and missing.issuperset(slot.pieces):
             missing = missing.difference(slot.pieces).union(slot.sources) - came.keys()
@@ -230,5 +235,6 @@ def _fill_dummy(model: CausalLM) -> None:
 
 
 def _fill_normal(parameter: Tensor, seed: int) -> None:
+    """Fill a parameter with normally distributed numbers of this seed."""
     generator = torch.Generator(device=parameter.device).manual_seed(seed)
     parameter.normal_(0.0, 0.02, generator=generator)

@@ -52,6 +52,7 @@ def module_weight(
         raise ValueError(f"a quantised weight must have two axes, and has {list(values.shape)}")
     if last == "qweight":
         scales = _part(parts, "scales").float()
+        # Words of AWQ pack outputs, so they have fewer columns than the scales.
         is_awq = values.shape[1] != scales.shape[1]
         return (_of_awq if is_awq else _of_gptq)(values, scales, parts, form)
     if values.dtype == torch.uint8:
@@ -131,6 +132,7 @@ def _of_words(
     """Return the weight from words of compressed-tensors, [N, K/8] with 4 bits or [N, K/4] with 8.
     Without zero points, a code c means c − 2**(bits − 1)."""
     rows, columns = _part(parts, "weight_shape").tolist()
+    # The bits of words per value are 4, or at least 8; padding can only add some.
     bits = 32 * words.shape[1] // max(columns, 1)
     bits = 4 if bits < 8 else 8
     if words.shape != (rows, -(-columns * bits // 32)):
@@ -139,6 +141,7 @@ def _of_words(
     scales = _part(parts, "weight_scale")
     if (packed := parts.get("weight_zero_point")) is not None:
         zeros = packed.to(torch.int32)
+        # Zero points are packed along the outputs, or single numbers that count from the middle.
         if packed.dtype == torch.int32 and len(packed) != rows:
             zeros = _unpacked(packed.T, bits).T[:rows]
         else:

@@ -64,6 +64,9 @@ class AdapterConfig:
 
 
 def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
+    """Read an adapter_config.json. With `fold`, adapters are accepted that are supported only if
+    they are folded into the weights. Raises ValueError, naming the file and the key, if there is
+    none, if it is damaged, or if the adapter is not supported."""
     if not path.is_file():
         raise ValueError(f"{path.parent} is not an adapter: it has no {CONFIG}, as PEFT writes it")
     if path.stat().st_size > _MOST_BYTES:
@@ -100,11 +103,13 @@ def read_adapter_json(path: Path) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
+    """Return the strings of a list; nothing for another value, such as a pattern."""
     names = value if isinstance(value, list) else []
     return tuple(name for name in names if isinstance(name, str))
 
 
 def _refuse_unsupported(path: Path, values: Mapping[str, Any], fold: bool) -> None:
+    """Raise ValueError for a key that changes what the adapter computes and is not supported."""
     if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type is {kind!r}, and only LORA adapters are supported")
     if not fold and values.get("bias", "none") != "none":
@@ -143,6 +148,8 @@ def _number(path: Path, values: Mapping[str, Any], key: str, *, whole: bool = Fa
 
 
 def _checked(path: Path, key: str, value: Any, whole: bool) -> Any:
+    """Return the value of a key if it is a number in range, or a whole number from 1 on with
+    `whole`; else raise ValueError."""
     kind = "a whole number from 1 on" if whole else "a finite number, at most 1e18"
     is_number = isinstance(value, int if whole else int | float)
     if not is_number or isinstance(value, bool) or not _LEAST[whole] <= value <= _MOST:

@@ -20,6 +20,7 @@ from batchgen.engine.loading.peft_config import (
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+"""What PEFT puts before the base model's names of modules."""
 NESTED = ".base_layer"
 """What PEFT appends to the name of a wrapped module, for the tensors of the module itself."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
@@ -82,7 +83,7 @@ class AdapterFile:
 
     def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
         """Return the names of A and B of a module. Raises ValueError if one is missing."""
-        for factor, other in ("AB", "BA"):
+        for factor, other in (("A", "B"), ("B", "A")):
             if factor not in factors:
                 lack = factors[other].replace(f"_{other}", f"_{factor}")
                 raise ValueError(
@@ -171,11 +172,12 @@ def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
         raise ValueError(f"{path} has no tensors: the adapter adds nothing")
     adapter = AdapterFile(folder, config, shapes)
     if not fold:
-        adapter.modules()
+        adapter.modules()  # raises ValueError for tensors that are not factors
     return adapter
 
 
 def _what_it_is(name: str) -> str:
+    """Say, as the end of a message, why a tensor of this name is not supported."""
     if "lora_magnitude_vector" in name:
         return f"is of DoRA, which is not computed beside the weights: {FOLD_IT}"
     return "is not part of a low-rank adapter (….lora_A.weight, ….lora_B.weight)"

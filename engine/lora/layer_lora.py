@@ -131,6 +131,7 @@ class LayerLoRA:
         device: torch.device,
     ) -> None:
         self._state, self._site = state, site
+        # On a CPU, of each adapter: its factors, and, after `pack`, its products by expert.
         self._products: list[dict[int, list[LoRAProducts]]] = []
         self._pieces: list[list[_Cut]] = []
         # Adapters in the host's memory, in the layout of a slot; empty if there are enough slots
@@ -138,6 +139,7 @@ class LayerLoRA:
         self._host_factors: list[tuple[Tensor, Tensor]] = []
         parts = site.adapted_parts(factors)
         stacked = stacks(device)
+        # `StackedFactors.blocks` and `multiple`: the output columns of each part, for the kernels.
         self._blocks, self._multiple = output_blocks(parts, stacked_rank(state.ranks), device)
         self._down, self._up = self._empty(parts, dtype, device, stacked)
         for index, pairs in enumerate(factors):
@@ -162,8 +164,9 @@ class LayerLoRA:
     def _empty(
         self, parts: Sequence[LoRAPart], dtype: torch.dtype, device: torch.device, stacked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Allocate the slots' factors on a GPU, filled with zeros. A CPU uses the factors of each
-        adapter directly."""
+        """Allocate the slots' factors on a GPU, filled with zeros: A [slots, E, P · R, in_features]
+        of P parts and B [slots, E, out_features, R]. A CPU uses the factors of each adapter
+        directly, and the tensors are empty."""
         site, rank = self._site, stacked_rank(self._state.ranks)
         lead = (self._state.num_slots if stacked else 0, site.experts)
         return (

@@ -77,9 +77,11 @@ class SavedWeights:
             x: [T, K].
         """
         tokens = self._state.tokens_of(len(x))
-        for slot, number in enumerate(self._state.in_slots if tokens is not None else (), 1):
+        if tokens is None:
+            return out
+        for slot, number in enumerate(self._state.in_slots, 1):
             weight = self._weights[number - 1]
-            if tokens is None or weight is None:
+            if weight is None:
                 continue
             is_in_slot, products = tokens.slots == slot, out[:, : len(weight)]
             if self._stacked is not None:

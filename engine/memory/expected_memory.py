@@ -68,7 +68,10 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Estimate the bytes that a step needs besides weights and caches."""
     model, rows = use.model, config.max_num_seqs * max(use.widths)
     activations = config.max_batched_tokens * _ACTIVATIONS * model.hidden_size
+    # Logits twice in the model's dtype, and once in float32.
     logits = rows * model.vocab_size * (2 * model.dtype.itemsize + 4)
+    # The token ids of rows with penalties, 8 bytes each: three times, as they are copied when rows
+    # join.
     histories = config.max_num_seqs * config.max_model_len * 3 * 8
     graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
     step = activations * model.dtype.itemsize

@@ -106,6 +106,7 @@ def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
         yield
         return
     decoder, layers, rotaries = model.model, model.layers, model.model.rotaries
+    # The last layer always takes part, because it may compute fewer tokens than the others.
     firsts = {_kind(layer): layer for layer in reversed(layers[:-1])}
     kept = [i for i, layer in enumerate(layers) if layer is firsts.get(_kind(layer))]
     kept.append(len(layers) - 1)
@@ -136,7 +137,9 @@ class Undone(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        # Maps the id of a tensor on the device to the tensor and its copy on `meta`.
         self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        # The operations that are not simply run on `meta`.
         self._own: dict[Any, Callable[..., Any]] = {
             Tensor.is_cuda.__get__: lambda x: x.is_meta or x.is_cuda,  # type: ignore[attr-defined]
             Tensor.device.__get__: self._device_of,

@@ -53,6 +53,7 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     graphs = 0
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
+        # The graphs' fixed inputs have three block tables of this size (`ForwardGraphs`).
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
         if shapes.alone_tokens:
             graphs += prefill * shapes.alone_tokens // config.max_batched_tokens

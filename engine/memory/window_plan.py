@@ -18,6 +18,7 @@ from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.model_use import ModelUse, page_bytes
 
 _MOST_RUNS = 64
+"""The most runs of full blocks in a page that are tried (`PageLayout.runs`)."""
 _LIKELY_WINDOWS = 2
 """The length of a typical row, in windows. Pages are chosen so that little of them is unused for
 such rows; where the sizes of layers divide well, it makes no difference."""
@@ -45,7 +46,8 @@ def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> PageNeeds 
     blocks = _blocks_of_one_size(uses)
     # With windows only, full blocks take no memory, and even a long row should have few such pages.
     runs = {*range(1, _MOST_RUNS + 1), -(-config.row_blocks // 16)}
-    layouts = (PageLayout(1, *blocks, each) for each in sorted(runs))
+    window_blocks, run_blocks = blocks
+    layouts = (PageLayout(1, window_blocks, run_blocks, each) for each in sorted(runs))
     return PageNeeds(min(layouts, key=row_bytes), size, window, row_blocks)
 
 
@@ -78,6 +80,7 @@ def window_pages(
     if config.prefix_caching:
         limit += rows * needs.windows(longest)
     number = min(room // of_page, limit + 1)
+    # Besides its windows, a row needs a page of full blocks; page 0 is scratch.
     if number < needs.row_pages + 2:
         raise ValueError(
             f"the windows of one row need {(needs.row_pages + 2) * of_page / 2**30:.3f} GiB of the "

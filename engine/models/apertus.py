@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class ApertusForCausalLM(DenseForCausalLM):
     """Apertus, whose MLPs use xIELU between their two projections."""
 
-    qk_norm = "head"
-    plain = "xielu"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
+    plain = "xielu"  # an MLP is down(xielu(up(x)))
 
     hf_class = "ApertusConfig"
 

@@ -8,6 +8,6 @@ from batchgen.engine.models.llama import LlamaForCausalLM
 class ArceeForCausalLM(LlamaForCausalLM):
     """AFM, whose MLPs use max(x, 0)² between their two projections."""
 
-    plain = "relu2"
+    plain = "relu2"  # an MLP is down(max(up(x), 0)²)
 
     hf_class = "ArceeConfig"

@@ -202,8 +202,8 @@ class CausalLM(TokenModel):
         self.visual = self._vision_tower() if vision else None
         # `turns_apart`: rotary positions differ from the positions in the row. `turns_by_axes`:
         # they have three axes (time, height, width), because tokens of images do.
-        axes = self.visual is not None and self.visual.config.mrope_sections is not None
-        self.turns_apart, self.turns_by_axes = axes or config.rope_border is not None, axes
+        by_axes = self.visual is not None and self.visual.config.mrope_sections is not None
+        self.turns_apart, self.turns_by_axes = by_axes or config.rope_border is not None, by_axes
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(

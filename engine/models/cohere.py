@@ -19,4 +19,5 @@ class CohereForCausalLM(Cohere2ForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        # "each head": (x - mean(x)) / std(x) · weight, with the weights of the head.
         return cohere_config(hf, cls, qk_norm="each head" if hf.use_qk_norm else None)

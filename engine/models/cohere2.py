@@ -24,6 +24,7 @@ class Cohere2ForCausalLM(DenseForCausalLM):
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of attention and an MLP in parallel."""
         parts = ParallelParts(self.make_attention(index), self.make_mlp(index))
+        # The MLP is a part of the mixer, so the layer has no separate one, and one norm.
         return DecoderLayer(parts, None, before=(self.make_norm(), None), mixer_name="")
 
     def make_norm(self) -> CentredNorm:
@@ -37,7 +38,7 @@ class Cohere2ForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         rope = rope_from_parameters(hf.rope_parameters)
-        windows = layer_windows(hf) or (None,) * hf.num_hidden_layers
+        windows = layer_windows(hf) or (None,) * hf.num_hidden_layers  # (): no layer has one
         return cohere_config(
             hf,
             cls,
@@ -62,8 +63,8 @@ def cohere_config(
         qkv_bias=hf.attention_bias,
         output_bias=hf.attention_bias,
         mlp_bias=False,
-        interleaved=True,
+        interleaved=True,  # RoPE turns the values 2i and 2i + 1 of a head together
         rms_norm_eps=hf.layer_norm_eps,
-        logit_divisor=1 / scale,
+        logit_divisor=1 / scale,  # logits are multiplied by `logit_scale`
         **options,
     )

@@ -45,7 +45,7 @@ class ConvForCausalLM(MoEForCausalLM):
     """A decoder of gated short convolutions, with attention in some layers, which normalises
     queries and keys. Layers may have experts."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
 
     @property
     def family(self) -> ConvConfig:
@@ -94,7 +94,7 @@ def conv_config(
         mlp_bias=False,
         intermediate_size=intermediate_size,
         rms_norm_eps=hf.norm_eps,
-        hidden_act="silu",
+        hidden_act="silu",  # these configurations do not name it
     )
     return extended(
         dense,

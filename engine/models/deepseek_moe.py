@@ -77,14 +77,19 @@ def sigmoid_router(hf: PretrainedConfig) -> Router:
     number of groups is not positive."""
     check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
     form = RouterForm(
-        sigmoid=True,
+        sigmoid=True,  # score = sigmoid(logit)
         groups=hf.n_group,
         kept_groups=hf.topk_group,
-        group_best=2,
+        group_best=2,  # a group's score is the sum of its two largest
         scale=hf.routed_scaling_factor,
         least_sum=1e-20,
     )
-    return Router(form, corrected=True, float32=True, gates_shared=False)
+    return Router(
+        form,
+        corrected=True,  # experts are chosen by score + correction, and weighted by the score
+        float32=True,  # logits are computed in float32
+        gates_shared=False,  # + shared(x), without a gate
+    )
 
 
 def sparse_from(hf: PretrainedConfig) -> list[int]:

@@ -38,8 +38,9 @@ class DeepseekV2ForCausalLM(LatentForCausalLM):
         return latent_config(
             hf,
             cls,
+            # Logits in float32; + shared(x), without a gate.
             router=Router(form, float32=True, gates_shared=False),
-            renormalise=False,
+            renormalise=False,  # the weights of a token's experts are not divided by their sum
             moe_layers=sparse_from(hf),
             mlp_bias=hf.mlp_bias,
         )

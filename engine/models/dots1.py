@@ -18,7 +18,7 @@ class Dots1ForCausalLM(MoEForCausalLM):
     """dots.llm1: the first layers have no experts; all other layers have routed and shared
     experts."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
 
     hf_class = "Dots1Config"
 
@@ -37,6 +37,7 @@ class Dots1ForCausalLM(MoEForCausalLM):
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.moe_intermediate_size,
             renormalise=hf.norm_topk_prob,
+            # Shared experts are one wide MLP; None: there are none.
             shared_size=(hf.n_shared_experts or 0) * hf.moe_intermediate_size or None,
             router=sigmoid_router(hf),
         )

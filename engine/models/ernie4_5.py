@@ -32,5 +32,5 @@ def ernie_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelCo
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        interleaved=True,
+        interleaved=True,  # RoPE turns the values 2i and 2i + 1 of a head together
     )

@@ -37,8 +37,11 @@ class Ernie4_5_MoeForCausalLM(MoEForCausalLM):
             num_experts=hf.moe_num_experts,
             experts_per_token=hf.moe_k,
             expert_size=hf.moe_intermediate_size,
-            renormalise=True,
+            renormalise=True,  # the weights of a token's experts add up to 1
+            # Shared experts are one wide MLP; None: there are none.
             shared_size=hf.moe_num_shared_experts * hf.moe_intermediate_size or None,
+            # Experts are chosen by softmax + correction, and weighted by the softmax. Logits and
+            # the router's weight are float32; + shared(x), without a gate.
             router=Router(corrected=True, float32=True, wide=True, gates_shared=False),
         )
 

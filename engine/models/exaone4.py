@@ -21,8 +21,8 @@ class Exaone4ForCausalLM(DenseForCausalLM):
     """EXAONE 4. In the 32B, three of four layers have a sliding window and RoPE, and the fourth has
     neither; in the 1.2B, all layers have full attention and RoPE."""
 
-    qk_norm = "head"
-    norm_places = "after"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
+    norm_places = "after"  # x + norm(attention(x)), then x + norm(mlp(x))
 
     hf_class = "Exaone4Config"
 
@@ -43,6 +43,7 @@ def windows_and_ropes(hf: PretrainedConfig) -> dict[str, Any]:
     """Return the arguments of `dense_config` about windows and ropes, common to EXAONE's models."""
     windows = layer_windows(hf)  # refuses unknown kinds of layers
     rope = rope_from_parameters(hf.rope_parameters)
+    # If some layers have a window, only these have RoPE; () means all layers.
     mixed = hf.sliding_window is not None
     ropes = [rope if kind == WINDOW else None for kind in hf.layer_types] if mixed else ()
     return {"rope": rope, "layer_ropes": ropes, "layer_windows": windows}

@@ -18,7 +18,7 @@ class ExaoneMoeForCausalLM(MoEForCausalLM):
     """K-EXAONE: pre-norm layers (unlike EXAONE 4's), and shared experts without a gate. Its
     multi-token prediction head is not loaded."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
 
     hf_class = "ExaoneMoeConfig"
 
@@ -41,6 +41,7 @@ class ExaoneMoeForCausalLM(MoEForCausalLM):
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.moe_intermediate_size,
             renormalise=hf.norm_topk_prob,
+            # Shared experts are one wide MLP; None: there are none.
             shared_size=hf.num_shared_experts * hf.moe_intermediate_size or None,
             router=sigmoid_router(hf),
         )

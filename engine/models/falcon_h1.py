@@ -20,7 +20,9 @@ _FACTORS = (
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier", "embedding_multiplier", "lm_head_multiplier"),
 )
+"""Keys that must be positive numbers."""
 _UNBIASED = ("attention_bias", "mlp_bias")
+"""Keys that must be false."""
 
 
 class FalconH1ForCausalLM(MambaForCausalLM):
@@ -67,6 +69,7 @@ class FalconH1ForCausalLM(MambaForCausalLM):
             qkv_bias=False,
             output_bias=False,
             mlp_bias=False,
+            # Queries and keys have the factor `before` each.
             attention_scale=before**2 * hf.key_multiplier * size**-0.5,
             embedding_scale=hf.embedding_multiplier,
             logit_divisor=1 / hf.lm_head_multiplier,
@@ -76,6 +79,7 @@ class FalconH1ForCausalLM(MambaForCausalLM):
             hf,
             out_bias=hf.projectors_bias,
             norm_eps=hf.rms_norm_eps if hf.mamba_rms_norm else None,
+            # Of gate, x, B, C and dt.
             factors=tuple(hf.ssm_in_multiplier * factor for factor in hf.ssm_multipliers),
         )
         return mamba_config(

@@ -31,6 +31,7 @@ class Fast_dLLM_QwenForCausalLM(Qwen2ForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        # `shifted`: the logits at a position are for the token at the next one.
         diffusion = Diffusion(hf.mask_token_id, hf.bd_size, shifted=True)
         return replace(super().config_from_hf(hf), diffusion=diffusion)
 

@@ -28,5 +28,5 @@ class GlmForCausalLM(DenseForCausalLM):
             mlp_bias=False,
             rope=rope,
             rotary_dim=rotary_dim,
-            interleaved=True,
+            interleaved=True,  # RoPE turns the values 2i and 2i + 1 of a head together
         )

@@ -20,7 +20,7 @@ _NORM = re.compile(rf"\b({'|'.join(_NORMS)})\b")
 class Glm4ForCausalLM(GlmForCausalLM):
     """GLM-4-0414, whose published names of norms differ from those of other models."""
 
-    norm_places = "both"
+    norm_places = "both"  # x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 
     hf_class = "Glm4Config"
 

@@ -47,6 +47,7 @@ class Glm4MoeForCausalLM(DeepseekMoEForCausalLM):
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.moe_intermediate_size,
             renormalise=hf.norm_topk_prob,
+            # Shared experts are one wide MLP; None: there are none.
             shared_size=hf.n_shared_experts * hf.moe_intermediate_size or None,
             router=sigmoid_router(hf),
             mtp_layers=mtp_layers(hf),

@@ -22,6 +22,7 @@ _ORIGINAL = {
     "norm.scale": "model.norm.weight",
     "unembedding.weight": "lm_head.weight",
 }
+"""Maps tensor names in OpenAI's own layout to transformers'."""
 _BLOCK = re.compile(r"block\.(\d+)\.(.+)")
 _ORIGINAL_PARTS = {
     "attn.norm.scale": "input_layernorm.weight",
@@ -42,7 +43,7 @@ transformers'."""
 class GptOssForCausalLM(MoEForCausalLM):
     """gpt-oss: the router has a bias, and takes a softmax over the chosen experts."""
 
-    norms_in_float = True
+    norms_in_float = True  # norms multiply by their weights in float32
 
     hf_class = "GptOssConfig"
 
@@ -58,6 +59,7 @@ class GptOssForCausalLM(MoEForCausalLM):
             mlp_bias=True,
             layer_windows=layer_windows(hf),
         )
+        # (up + 1) · gate · sigmoid(alpha · gate), with gate and up clamped by `limit`.
         limit = _over_zero(hf, "swiglu_limit", 7.0)
         gate = ClampedGate(limit, _over_zero(hf, "swiglu_alpha", 1.702))
         return extended(
@@ -67,8 +69,10 @@ class GptOssForCausalLM(MoEForCausalLM):
             num_experts=hf.num_local_experts,
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.intermediate_size,
-            renormalise=False,
+            renormalise=False,  # the weights of a token's experts are not divided by their sum
+            # The experts with the largest W·x + b, with a softmax over their logits as weights.
             router=Router(RouterForm(softmax_after_top_k=True), biased=True),
+            # Experts have biases; the rows of gate and up alternate in [E, H, 2·I].
             variant=ExpertForm(biased=True, clamped=gate, interleaved=True),
         )
 

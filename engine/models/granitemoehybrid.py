@@ -44,6 +44,7 @@ class GraniteMoeHybridForCausalLM(MambaForCausalLM):
             hf,
             cls,
             mlp_bias=False,
+            # (): RoPE in all layers; None for each layer: in none.
             layer_ropes=() if hf.position_embedding_type == "rope" else (None,) * count,
             intermediate_size=hf.shared_intermediate_size,
         )
@@ -55,7 +56,7 @@ class GraniteMoeHybridForCausalLM(MambaForCausalLM):
                 "experts_per_token": hf.num_experts_per_tok,
                 "expert_size": hf.intermediate_size,
                 "shared_size": hf.shared_intermediate_size,
-                "router": Router(gates_shared=False),
+                "router": Router(gates_shared=False),  # + shared(x), without a gate
             }
         return mamba_config(dense, mamba_shape(hf), layers_of(hf, MAMBA_LAYER), **experts)
 

@@ -17,8 +17,8 @@ _NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
 class HunYuanDenseV1ForCausalLM(DenseForCausalLM):
     """Hunyuan, which normalises each head of queries and keys after rotation."""
 
-    qk_norm = "head"
-    norms_follow_rotation = True
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
+    norms_follow_rotation = True  # norm(rope(q)) and norm(rope(k))
 
     hf_class = "HunYuanDenseV1Config"
 

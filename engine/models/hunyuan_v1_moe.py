@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ROUTER = Router(float32=True, wide=True, gates_shared=False)
+"""A softmax of logits that are computed in float32, with a float32 weight; + shared(x), without a
+gate."""
 
 
 class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
     """Hunyuan-A13B, whose shared expert is as wide as the others and has no gate."""
 
-    qk_norm = "head"
-    norms_follow_rotation = True
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
+    norms_follow_rotation = True  # norm(rope(q)) and norm(rope(k))
 
     hf_class = "HunYuanMoEV1Config"
 
@@ -32,7 +34,7 @@ class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
             num_experts=_of_all_layers(hf, "num_experts"),
             experts_per_token=_of_all_layers(hf, "moe_topk"),
             expert_size=hf.intermediate_size,
-            renormalise=True,
+            renormalise=True,  # the weights of a token's experts add up to 1
             shared_size=hf.intermediate_size,
             router=_ROUTER,
         )

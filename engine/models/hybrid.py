@@ -41,7 +41,7 @@ class HybridConfig(MoEConfig):
 
     attention_layers: tuple[int, ...]  # ascending indices; all other layers have a delta network
     delta: DeltaShape
-    output_gate: bool
+    output_gate: bool  # whether attention's result is multiplied by sigmoid(gate(x))
 
     @property
     def chunk_multiple(self) -> int:
@@ -54,8 +54,8 @@ class HybridForCausalLM(MoEForCausalLM):
     Its norms are zero-centred (`RMSNorm`). Layers may have experts.
     """
 
-    qk_norm = "head"
-    zero_centred = True
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
+    zero_centred = True  # norms multiply by 1 + the checkpoint's weight
     interleaved: ClassVar[bool] = False
     """Whether checkpoints hold a delta network's input projections key head by key head."""
 

@@ -29,6 +29,7 @@ class Lfm2MoeForCausalLM(ConvForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        # Scores are sigmoids; `renormalise` makes weights score / (sum of scores + 1e-6) · scale.
         form = RouterForm(sigmoid=True, scale=hf.routed_scaling_factor, least_sum=1e-6)
         return conv_config(
             hf,
@@ -39,6 +40,7 @@ class Lfm2MoeForCausalLM(ConvForCausalLM):
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.moe_intermediate_size,
             renormalise=hf.norm_topk_prob,
+            # `corrected`: experts are chosen by score + correction, and weighted by the score.
             router=Router(form, corrected=hf.use_expert_bias),
         )
 

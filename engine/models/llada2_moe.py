@@ -57,7 +57,7 @@ class LLaDA2MoeModelLM(MoEForCausalLM):
     """LLaDA2: queries and keys are normalised, then half of each head is rotated. The first layers
     have no experts; the others have DeepSeek-V3's routed experts and a shared one."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
     is_diffusion = True
 
     @classmethod
@@ -89,7 +89,8 @@ class LLaDA2MoeModelLM(MoEForCausalLM):
             num_experts=hf.n_routed_experts or 0,
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.moe_intermediate_size,
-            renormalise=hf.num_experts_per_tok > 1,
+            renormalise=hf.num_experts_per_tok > 1,  # a single weight stays the score
+            # Shared experts are one wide MLP; None: there are none.
             shared_size=(hf.num_shared_experts or 0) * shared or None,
             router=sigmoid_router(hf),
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class LlamaForCausalLM(DenseForCausalLM):
     """Llama: the checkpoint says whether attention's and the MLP's projections have biases."""
 
-    gguf_permutes_qk = True
+    gguf_permutes_qk = True  # GGUF files have other rows in q_proj and k_proj
 
     hf_class = "LlamaConfig"
 

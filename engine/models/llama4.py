@@ -81,11 +81,11 @@ class Llama4ForCausalLM(MoEForCausalLM):
             output_bias=hf.attention_bias,
             mlp_bias=False,
             rope=rope,
-            interleaved=True,
+            interleaved=True,  # RoPE turns the values 2i and 2i + 1 of a head together
             layer_ropes=[rope if r else None for r in rotates[:count]],
             layer_windows=_chunks(hf),
             query_scale=_query_scale(hf),
-            qk_norm="head alone" if hf.use_qk_norm else None,
+            qk_norm="head alone" if hf.use_qk_norm else None,  # of each head, without a weight
             intermediate_size=hf.intermediate_size_mlp,
         )
         config = extended(
@@ -95,7 +95,7 @@ class Llama4ForCausalLM(MoEForCausalLM):
             num_experts=hf.num_local_experts,
             experts_per_token=1,
             expert_size=hf.intermediate_size,
-            renormalise=False,
+            renormalise=False,  # the weights of a token's experts are not divided by their sum
             shared_size=hf.intermediate_size,
             # An expert reads sigmoid(its logit) · x, and the softmax over one expert is 1.
             router=Router(

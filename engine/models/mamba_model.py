@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAMBA_LAYER = "linear_attention"
 """The name that transformers gives a layer with a Mamba2 mixer."""
 KINDS = frozenset({MAMBA_LAYER, "full_attention", "moe", "mlp", "hybrid"})
+"""All names that transformers gives layers of these models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

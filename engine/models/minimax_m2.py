@@ -31,7 +31,7 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
     """MiniMax-M2: expert scores are sigmoids, with a correction that affects only the choice of
     experts; there is no shared expert. Half of each head has RoPE."""
 
-    qk_norm = "all heads"
+    qk_norm = "all heads"  # one RMSNorm over all heads of queries, and one of keys
 
     hf_class = "MiniMaxM2Config"
 
@@ -66,7 +66,9 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
             num_experts=hf.num_local_experts,
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.intermediate_size,
-            renormalise=True,
+            renormalise=True,  # the weights of a token's experts add up to 1
+            # Scores are sigmoids; experts are chosen by score + correction, and weighted by the
+            # score. Logits and the router's weight are float32.
             router=Router(RouterForm(sigmoid=True), corrected=True, float32=True, wide=True),
         )
 

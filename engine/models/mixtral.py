@@ -40,7 +40,7 @@ class MixtralForCausalLM(MoEForCausalLM):
             num_experts=hf.num_local_experts,
             experts_per_token=hf.num_experts_per_tok,
             expert_size=hf.intermediate_size,
-            renormalise=True,
+            renormalise=True,  # the weights of a token's experts add up to 1
         )
 
     @classmethod

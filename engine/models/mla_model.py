@@ -34,6 +34,7 @@ class LatentConfig(MoEConfig):
         super(LatentConfig, self).__post_init__()
         latent = self.latent
         check_positive(
+            # 1 passes the check where queries are not compressed.
             q_lora_rank=1 if latent.query_rank is None else latent.query_rank,
             kv_lora_rank=latent.latent_size,
             qk_nope_head_dim=latent.key_size,
@@ -106,7 +107,7 @@ def latent_config(
     dense = dense_config(
         hf,
         model,
-        head_dim=hf.qk_rope_head_dim,
+        head_dim=hf.qk_rope_head_dim,  # only the rotated part counts, for the rotary table
         qkv_bias=hf.attention_bias,
         output_bias=hf.attention_bias,
         mlp_bias=False,

@@ -17,7 +17,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 class ModelEntry(NamedTuple):
     """Where a model's class is defined. The class has the name of the architecture."""
 
-    module: str  # imported only when a checkpoint needs it
+    module: str  # the Python module, imported only when a checkpoint needs it
     gguf: str | None = None  # `general.architecture` of its GGUF files, if supported
 
 

@@ -107,7 +107,8 @@ class MoEForCausalLM(DenseForCausalLM):
         experts are spread evenly over ranks."""
         family = self.family
         hidden, inner = family.latent_size or self.config.hidden_size, family.expert_size
-        products = len(family.variant.first) + 1
+        products = len(family.variant.first) + 1  # gate and up, or only up; and down
+        # The weights, and the biases of gate and up, and of down.
         expert = products * hidden * inner + (2 * inner + hidden) * family.variant.biased
         return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
 
@@ -149,7 +150,7 @@ class MoEForCausalLM(DenseForCausalLM):
         check_mtp_layers(self.family.mtp_layers)
         sparse = self.family.moe_layers
         layer = DecoderLayer(
-            self.make_attention(0),
+            self.make_attention(0),  # the head's only cache has index 0
             self.make_mlp(sparse[-1] if sparse else 0),
             before=(self.make_norm(), self.make_norm()),
         )

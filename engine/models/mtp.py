@@ -89,5 +89,6 @@ class MTPHead(TokenModel):
         return hidden
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._shared[2](hidden)
+        _, _, lm_head = self._shared
+        logits: Tensor = lm_head(hidden)
         return logits

@@ -33,8 +33,8 @@ class NemotronHForCausalLM(MambaForCausalLM):
     neither MLPs nor experts have a gate."""
 
     hf_class = "NemotronHConfig"
-    plain = "relu2"
-    norms_in_float = True
+    plain = "relu2"  # an MLP is down(max(up(x), 0)²)
+    norms_in_float = True  # norms multiply by their weights in float32
     published_names: ClassVar[Mapping[str, str]] = {
         "backbone.": "model.",
         "model.embeddings.": "model.embed_tokens.",
@@ -68,7 +68,7 @@ class NemotronHForCausalLM(MambaForCausalLM):
             qkv_bias=False,
             output_bias=False,
             mlp_bias=hf.mlp_bias,
-            rope=DefaultRope(10000.0),
+            rope=DefaultRope(10000.0),  # not used, as no layer has RoPE
             layer_ropes=(None,) * hf.num_hidden_layers,
             rms_norm_eps=hf.layer_norm_epsilon,
             hidden_act=hf.mlp_hidden_act,
@@ -99,7 +99,7 @@ class NemotronHForCausalLM(MambaForCausalLM):
                 "shared_size": hf.moe_shared_expert_intermediate_size,
                 "latent_size": hf.moe_latent_size,
                 "router": sigmoid_router(hf),
-                "variant": ExpertForm(function="relu2"),
+                "variant": ExpertForm(function="relu2"),  # down(max(up(x), 0)²)
             }
         return mamba_config(
             dense,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Olmo2ForCausalLM(DenseForCausalLM):
     """OLMo 2: queries and keys are normalised over all heads of a token together."""
 
-    qk_norm = "all heads"
-    norm_places = "after"
+    qk_norm = "all heads"  # one RMSNorm over all heads of queries, and one of keys
+    norm_places = "after"  # x + norm(attention(x)), then x + norm(mlp(x))
 
     hf_class = "Olmo2Config"
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Olmo3ForCausalLM(DenseForCausalLM):
     """OLMo 3: most layers have a sliding window, and these have a separate rope."""
 
-    qk_norm = "all heads"
-    norm_places = "after"
+    qk_norm = "all heads"  # one RMSNorm over all heads of queries, and one of keys
+    norm_places = "after"  # x + norm(attention(x)), then x + norm(mlp(x))
 
     hf_class = "Olmo3Config"
 

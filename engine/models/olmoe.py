@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class OlmoeForCausalLM(MoEForCausalLM):
     """OLMoE: small experts, without a shared expert."""
 
-    qk_norm = "all heads"
+    qk_norm = "all heads"  # one RMSNorm over all heads of queries, and one of keys
 
     hf_class = "OlmoeConfig"
 

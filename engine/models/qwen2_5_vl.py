@@ -28,7 +28,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
     """Qwen2.5 with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen2_5_VLConfig"
-    has_flat_files = True
+    has_flat_files = True  # the decoder's keys may be at the top level of config.json
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -72,7 +72,7 @@ def _tower(hf: PretrainedConfig) -> WindowedConfig:
         )
     return WindowedConfig(
         **fields,
-        mrope_interleaved=False,
+        mrope_interleaved=False,  # the frequencies of an axis are adjacent
         colours=CLIP,
         window_side=side,
         full_blocks=ascending_blocks(tower, "fullatt_block_indexes"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Qwen3ForCausalLM(DenseForCausalLM):
     """Qwen3: queries and keys are normalised, and attention's projections may have biases."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
 
     hf_class = "Qwen3Config"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Qwen3MoeForCausalLM(MoEForCausalLM):
     """Qwen3-MoE: attention as in Qwen3, and experts without a shared one."""
 
-    qk_norm = "head"
+    qk_norm = "head"  # an RMSNorm of each head of queries and keys
 
     hf_class = "Qwen3MoeConfig"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Qwen3NextForCausalLM(HybridForCausalLM):
     """Qwen3-Next, whose checkpoints order the input projections key head by key head."""
 
-    interleaved = True
+    interleaved = True  # for each key head: query, key, values, gates
 
     hf_class = "Qwen3NextConfig"
 

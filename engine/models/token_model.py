@@ -57,13 +57,14 @@ class TokenModel(nn.Module, ABC):
     # After `pack`: why a token's bits depend on its batch, as a sentence for the user. None if they
     # do not, and on a GPU, where batchgen does not promise it.
     batch_dependence: str | None = None
-    _packed_by: BitRules | None = None
+    _packed_by: BitRules | None = None  # the rules of the last `pack`; None before
 
     def count_parameters(self) -> None:
         """Set `num_parameters` and `weight_bytes`, before weights are packed."""
         parameters = dict(self.named_parameters())
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters.values())
         self.num_parameters = sum(
+            # int32 parameters are words of several 4-bit weights.
             parameter.numel() * (WORD_VALUES if parameter.dtype == torch.int32 else 1)
             for name, parameter in parameters.items()
             if not name.endswith("scales")

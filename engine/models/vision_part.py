@@ -63,7 +63,9 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 
 def deepstack_tower(hf: PretrainedConfig) -> DeepstackConfig:
-    """Read the configuration of a Qwen3-VL tower. Raises ValueError if it is not supported."""
+    """Read the configuration of a Qwen3-VL tower, in which the results of some blocks are also
+    added to the stream after the decoder's first layers (DeepStack). Raises ValueError if it is not
+    supported."""
     tower = hf.vision_config
     check_positive(num_position_embeddings=tower.num_position_embeddings)
     side = math.isqrt(tower.num_position_embeddings)
@@ -162,6 +164,8 @@ def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
 
 
 def tower_theta(parameters: dict[str, Any] | None) -> float:
+    """Return `rope_theta` of a tower's rotary parameters, 10000 by default. Raises ValueError if it
+    is not a number over 1."""
     theta = (parameters or {}).get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not theta > 1:
         raise ValueError(f"rope_theta of the vision tower is {theta!r:.60}, and must be over 1")

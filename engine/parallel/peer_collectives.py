@@ -18,6 +18,8 @@ from batchgen.kernels.parallel.add_sum_norm import add_sum_norm
 from batchgen.kernels.parallel.inbox import PeerMemory, clear, memory_bytes
 from batchgen.kernels.parallel.rank_gather import gather
 
+# Lanes below `FIXED_LANES` are chosen by callers. An operation of several launches uses the spare
+# lane for every other launch.
 _SPARE_LANE = FIXED_LANES
 _GATHER_LANES = (FIXED_LANES + 1, FIXED_LANES + 2)
 _LANE_BYTES = 32 * 2**20
@@ -47,7 +49,7 @@ class PeerCollectives:
         other's memory."""
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
-        inbox_bytes = _LANE_BYTES // size // 32 * 32
+        inbox_bytes = _LANE_BYTES // size // 32 * 32  # a multiple of 32 (`PeerMemory`)
         lanes = FIXED_LANES + 1 + len(_GATHER_LANES)
         memory = symmetric_memory.empty(
             memory_bytes(lanes, size, inbox_bytes), dtype=torch.uint8, device=device

@@ -24,6 +24,7 @@ _HOST = "127.0.0.1"
 _START_SECONDS = 600.0
 """How long ranks wait for each other at the start."""
 _LEAVE_SECONDS = 5.0
+"""The longest wait for NCCL when a process leaves its group."""
 _ENVIRONMENT = {
     # Ranks are processes of one machine, whose host name need not be resolvable.
     "GLOO_SOCKET_IFNAME": "lo",
@@ -126,6 +127,7 @@ class DistributedGroup:
         return values[0]
 
     def _sum_in_order(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x in rank order, added in float32, in x's dtype."""
         first, *others = self._gathered(x)
         total = first.float()
         for part in others:
@@ -133,6 +135,7 @@ class DistributedGroup:
         return total.to(x.dtype)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
+        """Return the x of each rank, in rank order."""
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]

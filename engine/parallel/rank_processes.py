@@ -50,6 +50,8 @@ _LEAVE_SECONDS = 5.0
 _END_SECONDS = 10.0
 """The seconds that ranks have to end by themselves."""
 _LOOK_SECONDS = 0.25
+"""The longest wait for messages before the ranks are checked again."""
+# The arguments of a rank's process: the socket, the rank, and the `sys.path` of this process.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from batchgen.engine.parallel.rank_main import main; main()"
@@ -109,6 +111,7 @@ class RankProcesses:
         self.parallel = TensorParallel(0, size, group)
 
     def _start(self, rank: int) -> None:
+        """Start the process of a rank and connect to it."""
         ours, theirs = socket.socketpair()
         connection: Connection[Any, Any] = Connection(ours.detach())
         with theirs:
@@ -246,6 +249,7 @@ class RankProcesses:
         return " and ".join(named) or "all ranks wait for their devices"
 
     def _how_ended(self, rank: int) -> str:
+        """Say how the process of a rank ended, whose connection is closed."""
         try:
             code = self._processes[rank].wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:

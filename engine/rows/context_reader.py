@@ -40,17 +40,17 @@ class ContextReader:
         Values that were read before are kept: a preempted row computes its tokens again, but the
         first values are those that its output was generated with.
         """
-        names, rows = seq.context_columns, seq.context
+        names, context = seq.context_columns, seq.context
         # A row that has ended has no value for its last token: no forward read that token, or the
         # value is ignored. A row that only reads its prompt has a value for all tokens.
-        num_known = seq.num_tokens - (not seq.num_pooled_tokens)
+        num_known = seq.num_tokens if seq.num_pooled_tokens else seq.num_tokens - 1
         if seq.finish_reason is None:
             num_known = min(seq.num_computed_tokens, num_known)
-        indices = np.arange(rows.num_tokens, num_known)
+        indices = np.arange(context.num_tokens, num_known)
         if not names or not len(indices):
             return
         blocks = np.array(seq.block_table, np.int64)[indices // self._block_size]
         slots = blocks * self._block_size + indices % self._block_size
         slots_on_device = upload(slots, torch.int64, self._planes[names[0]].device)
         part = {name: Download(self._planes[name].flatten(0, 1)[slots_on_device]) for name in names}
-        rows.add(part, len(indices))
+        context.add(part, len(indices))

@@ -69,7 +69,7 @@ class RunningBatch:
         self._counts = {name: np.zeros(capacity, np.int64) for name in counts}
         self.totals = dict.fromkeys(self._counts, 0)  # sums over all rows since the start
         self._unread = np.zeros(capacity, np.int64)  # newest tokens missing in some model's cache
-        self._logs = TokenLogs(capacity)
+        self._logs = TokenLogs(capacity)  # committed tokens that their `Sequence` lacks
 
     def __len__(self) -> int:
         return len(self._seqs) - len(self._free)

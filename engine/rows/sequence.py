@@ -178,7 +178,7 @@ class Sequence:
     def prefix_root(self) -> bytes:
         """Bytes that rows must have in common, besides their tokens, to share cached blocks."""
         adapter = b"" if not self.adapter else b"lora %d" % self.adapter
-        return adapter + b" long" * bool(self.turned_behind)
+        return adapter + (b" long" if self.turned_behind else b"")
 
     @property
     def rope_shift(self) -> int:
@@ -240,7 +240,8 @@ class Sequence:
         are not needed."""
         if not self.generates:
             return self.next_state
-        return self.num_prefill_tokens - self.prefill_yields
+        # The last token's hidden state yields the next token.
+        return self.num_prefill_tokens - (1 if self.prefill_yields else 0)
 
     @property
     def resumed(self) -> bool:

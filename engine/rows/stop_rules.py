@@ -36,7 +36,7 @@ class StopRules:
     def rule(self, num_prompt_tokens: int, params: RequestParams) -> StopRule:
         """Make the stop rule of a new row."""
         if not params.max_new_tokens:
-            return StopRule({}, (), 0, 0)
+            return StopRule(stop_ids={}, strings=(), min_new_tokens=0, max_new_tokens=0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []

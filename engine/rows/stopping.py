@@ -147,6 +147,7 @@ class StopRule:
             text = self.decoder.text
             matches = []
             for string in self.strings:
+                # It may begin in earlier text, and must end in the text of this token.
                 at = text.find(string, max(0, new_text_start - len(string) + 1))
                 if at >= 0:
                     matches.append((at, string))

@@ -69,6 +69,7 @@ class SamplingInputs(Batched):
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
         kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
         widths = [n for p, n in zip(params, capacities, strict=True) if p.has_penalties]
+        never = never_sampled or [()] * len(params)
         starts = np.array(prompt_lens, dtype=np.int64)
         ints = np.stack([
             np.array([p.seed % 2**64 for p in params], dtype=np.uint64).view(np.int64),
@@ -102,9 +103,7 @@ class SamplingInputs(Batched):
             history=_padded(kept, max(widths, default=0), device),
             prompt_lens=device_prompt_lens,
             processed_logprobs=processed_logprobs,
-            banned_ids=_padded(
-                never := never_sampled or [()] * len(params), max(map(len, never)), device
-            ),
+            banned_ids=_padded(never, max(map(len, never)), device),
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:

@@ -1,5 +1,6 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: `DeepstackTower`.
+"""The vision tower of Qwen3-VL and Qwen3.5: `DeepstackTower`, which `make_tower` makes.
 
+A tower turns the pixels of images into feature vectors for the decoder, one set per image token.
 DeepStack gives each image token several features. One replaces the token's embedding; the first
 layers of the decoder add the others to their outputs.
 """
@@ -78,7 +79,7 @@ class DeepstackTower(VisionTower):
         slots = torch.arange(len(x), device=self.device)
         segments = self.segments([len(position.taps) for position in positions])
         layout = PatchPlaces(segments, cos_sin, slots)
-        features = []
+        features = []  # one per entry of config.deepstack, each [T, out_size]
         for index, block in enumerate(self.blocks):
             x = block(x, layout)
             if index in config.deepstack:
@@ -88,7 +89,7 @@ class DeepstackTower(VisionTower):
     def _positions(self, image: Tensor) -> PatchPositions:
         config = self.config
         return patch_positions(
-            *self.grid(image),
+            *self.grid(image),  # rows, columns, merge
             side=config.table_side,
             head_dim=config.head_dim,
             theta=config.rope_theta,
@@ -102,11 +103,11 @@ def _block(config: DeepstackConfig, where: Placement) -> VisionBlock:
 
 class PositionTable(nn.Module):
     """A square grid of learned position vectors, which `DeepstackTower` interpolates to the grid of
-    an image's patches."""
+    an image's patches. `size` is the number of vectors, `width` the length of each."""
 
-    def __init__(self, layout: int, width: int, *, where: Placement) -> None:
+    def __init__(self, size: int, width: int, *, where: Placement) -> None:
         super().__init__()
-        self.weight = empty_parameter(layout, width, device=where.device, dtype=where.dtype)
+        self.weight = empty_parameter(size, width, device=where.device, dtype=where.dtype)
 
     def forward(self, taps: Tensor, weights: Tensor) -> Tensor:
         """Return weighted sums [N, width] of position vectors.

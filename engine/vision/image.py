@@ -13,6 +13,7 @@ Pixels = npt.NDArray[np.uint8]
 """The red, green and blue values of an image, [height, width, 3]."""
 
 DIGEST_BYTES = 32
+"""The length of an image's digest (BLAKE2b)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,13 +164,15 @@ def rope_positions(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDAr
     time, row and column (M-RoPE, Wang et al. 2024).
 
     The three positions of a text token are equal. All tokens of an image have the same time; their
-    row and column count up from it.
+    row and column count up from it. One token of text, an image of 2 × 2 tokens and one more token
+    of text have (0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (3, 3, 3).
     """
     index = np.arange(start, end)
     positions = np.repeat(index[:, None], 3, axis=1)
     shift = 0
     for span in spans:
         first = max(start, span.start)
+        # The image's tokens among `start` to `end` - 1; empty if there are none.
         inside = slice(first - start, max(first, min(end, span.end)) - start)
         offset = index[inside] - span.start
         grid = (np.zeros_like(offset), offset // span.columns, offset % span.columns)

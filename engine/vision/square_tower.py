@@ -1,5 +1,7 @@
-"""The vision tower of Gemma 3, a SigLIP model: `SquareTower`. All images are squares of one
-size."""
+"""The vision tower of Gemma 3, a SigLIP model: `SquareTower`. All images are squares of one size.
+
+The `checkpoint_names` of a module map the names of its submodules to their names in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,8 @@ class SquareBlock(VisionBlock):
 
 
 class SoftProjection(Linear):
-    """The linear layer from the tower's width to the decoder's hidden size. Checkpoints store its
-    weight transposed, as [in_features, out_features]."""
+    """The linear layer from the tower's width to the decoder's hidden size. (Gemma calls an image's
+    tokens soft tokens.) Checkpoints store its weight transposed, as [in_features, out_features]."""
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight."""
@@ -92,6 +94,7 @@ class SquareTower(VisionTower):
         self.projection = SoftProjection(
             config.width, config.out_size, bias=False, quantisable=False, where=where
         )
+        # The indices of the learned positions, in the order of the patches.
         sides = config.grid_side, config.grid_side
         self._places = torch.from_numpy(grid_places(*sides, config.merge_size)).to(where.device)
 

@@ -18,6 +18,7 @@ class Colours(NamedTuple):
 
 
 HALVES = Colours((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+"""Maps [0, 1] to [-1, 1]."""
 CLIP = Colours((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """The mean and standard deviation of the images on which CLIP was trained (Radford et al. 2021)."""
 

@@ -145,13 +145,15 @@ def _taps(index: Ints, size: int, side: int) -> tuple[Ints, Floats]:
 
 
 def patches(pixels: Tensor, values: Tensor, patch: int, merge: int, frames: int) -> Tensor:
-    """Cut an image into patches [N, 3 · frames · patch²], with equal values in all frames.
+    """Cut an image into patches [N, 3 · frames · patch²], with equal values in all frames. The
+    merge² patches of one token are adjacent, and tokens are in row-major order.
 
     Args:
         pixels: [height, width, 3] uint8.
         values: [3, 256], the normalised value of each colour value, from `normalised_values`.
         patch: the side of a patch in pixels.
         merge: the side of a token's square in patches.
+        frames: the number of frames of a patch.
     """
     height, width, _ = pixels.shape
     block = (height // patch // merge, merge, patch, width // patch // merge, merge, patch, 3)

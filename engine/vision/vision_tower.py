@@ -27,6 +27,7 @@ from batchgen.kernels.attention.qkv import prepare_qkv
 from batchgen.kernels.layers.elementwise import gelu_tanh
 
 EPS = 1e-6
+"""The constant that norms of towers add to variances."""
 
 
 class LayerNorm(nn.Module):
@@ -113,9 +114,11 @@ class VisionAttention(nn.Module):
         """Compute [N, width] from the patches [N, width] of all images."""
         qkv, heads = self.qkv(x), self._heads
         # A paged cache of one block, for this forward only, so that one launch rotates and
-        # stores keys.
+        # stores keys. Key and value are [heads, 1 block, N slots, head_dim].
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
+        # None, None: queries and keys have no norms.
         q = prepare_qkv(qkv, None, None, EPS, layout.cos_sin, cache, layout.slots, heads, heads)
+        # [N, heads, head_dim], like q.
         k, v = (part.squeeze(1).transpose(0, 1) for part in (cache.key, cache.value))
         attended: Tensor = self.proj(full_attention(q, k, v, layout.segments).flatten(1))
         return attended

@@ -54,6 +54,7 @@ class WindowedMerger(nn.Module):
         self._size = config.width * config.merge_size**2
         make = partial(Linear, bias=True, quantisable=False, where=where)
         self.ln_q = RMSNorm(config.width, EPS, where=where)
+        # Checkpoints number the layers 0 to 2; number 1 is the activation.
         first, last = make(self._size, self._size), make(self._size, config.out_size)
         self.mlp = nn.ModuleDict({"0": first, "2": last})
 
@@ -81,12 +82,13 @@ class WindowedTower(VisionTower):
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Compute features as described at `VisionTower.forward`."""
         positions = [self._positions(image) for image in images]
-        orders, first = [], 0
+        orders, num_tokens = [], 0
         for position in positions:
-            orders.append(position.order + first)
-            first += len(position.order)
+            orders.append(position.order + num_tokens)
+            num_tokens += len(position.order)
         order = self.uploaded(orders)
-        x = self.embedded(images).unflatten(0, (first, -1))[order].flatten(0, 1)
+        # Patches are sorted in units of the merge² patches of one token.
+        x = self.embedded(images).unflatten(0, (num_tokens, -1))[order].flatten(0, 1)
         cos_sin = self.uploaded([position.cos_sin for position in positions])
         slots = torch.arange(len(x), device=self.device)
         whole = self.segments([sum(position.lengths) for position in positions])

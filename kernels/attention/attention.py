@@ -76,7 +76,12 @@ def paged_attention(
 def attend_part_triton(
     q: Tensor, cache: KVCache, meta: AttentionMetadata, options: SoftmaxOptions, out: Tensor
 ) -> None:
-    """Compute `paged_attention` of one part with Triton, into `out`."""
+    """Compute `paged_attention` of one part with Triton, into `out`.
+
+    Args:
+        q: [T, num_heads, head_dim], the part's queries.
+        out: like q, overwritten.
+    """
     for index, form in in_forms(meta, cache.block_size):
         if index is None:
             _attend_form(q, cache, form, options, out)

@@ -61,8 +61,8 @@ def attention_keeps_bits(
 
     All row counts up to `_MOST_ROWS` are tried for small batches, and a few for large ones.
     """
-    few, many = (1, 2, 3), (5, 8, 16, limit)  # numbers of sequences
-    for batches, most_rows in ((few, _MOST_ROWS), (many, 3 * multiple)):
+    small_batches, large_batches = (1, 2, 3), (5, 8, 16, limit)  # numbers of sequences
+    for batches, most_rows in ((small_batches, _MOST_ROWS), (large_batches, 3 * multiple)):
         counts = [kv_heads * min(batch, limit) for batch in batches]  # matrices of a product
         queries = _numbers(max(counts), most_rows + multiple, head_dim)
         keys = _numbers(max(counts), chunk, head_dim).transpose(1, 2)

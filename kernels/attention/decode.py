@@ -108,17 +108,22 @@ def paged_attention_decode(
 
 
 def _config(head_dim: int, itemsize: int, cached_itemsize: int, queries: int) -> DecodeConfig:
-    """Choose tiles of 32 or 64 KiB, two or three of them in flight: the fastest on an H100."""
+    """Choose tiles of 32 or 64 KiB, two or three of them in flight: the fastest on an H100.
+
+    Args:
+        itemsize, cached_itemsize: the bytes of an element of the queries, and of the cache.
+        queries: the lines of a tile: a row's queries times query heads per KV head.
+    """
     token_bytes = 2 * triton.next_power_of_2(head_dim) * (4 if itemsize == 4 else cached_itemsize)
     tile_bytes = _TILE_BYTES if itemsize == 2 and queries <= 32 else _TILE_BYTES // 2
     block_n = min(128, max(16, tile_bytes // token_bytes))
-    # With these warps the compiler for sm_90 spills no registers. float32 needs more of them: its
+    # With these warps the compiler for sm_90 spills no registers. float32 needs more warps: its
     # products do not run on tensor cores, so their operands are in registers too.
-    more = 2 if itemsize == 4 and queries > 32 else 1
+    warp_factor = 2 if itemsize == 4 and queries > 32 else 1
     # Registers hold only one program of this many queries, so it loads further ahead.
     if queries > 64:
-        return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
-    return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
+        return DecodeConfig(block_n, num_warps=8 * warp_factor, num_stages=3, programs_per_sm=1)
+    return DecodeConfig(block_n, num_warps=4 * warp_factor, num_stages=2, programs_per_sm=2)
 
 
 @triton.jit(do_not_specialize=["table_stride", "block_length"])
@@ -152,6 +157,8 @@ def _decode_kernel(
         if item < total:
             head = (item % KV_HEADS).to(tl.int64)
             unit = units + (item // KV_HEADS) * UNIT_FIELDS
+            # The fields of a unit: row, first position, position after the last, index of the
+            # result in `partial` (-1: the row has one split).
             row = tl.load(unit).to(tl.int64)
             start = tl.load(unit + 1)
             stop = tl.load(unit + 2)
@@ -255,6 +262,7 @@ def _attend_unit(
         else:
             values = tl.load(value + offsets, mask=mask, other=0.0)
         if scales is not None:
+            # Each slot has two scales, of its key and of its value.
             slot = first_slot + block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
             key_scale = tl.load(scales + slot * 2, mask=cached, other=0.0)
             value_scale = tl.load(scales + slot * 2 + 1, mask=cached, other=0.0)

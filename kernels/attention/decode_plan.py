@@ -59,6 +59,7 @@ def plan_decode(
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
     room = blocks * block_size
+    # A context with a window may begin up to 127 tokens before it, because that is rounded down.
     longest = room if window is None else min(room, window + width + _SPLIT_MULTIPLE.value)
     capacity = min(cut.max_splits, triton.cdiv(longest, cut.tokens))
     device = positions.device

@@ -26,11 +26,13 @@ def full_attention(
 
     q, k and v are [T, heads, head_dim], with a contiguous last axis, and so is the result. `scale`
     None is 1/√head_dim. Each segment is computed by itself, so its bits do not depend on the
-    others.
+    others. Hopper computes 16-bit types by the Triton kernel, other GPUs from compute capability
+    8.0 by torch's FlashAttention, and all else is computed segment by segment.
     """
     assert sum(segments.lengths) == len(q)
     head_dim = q.shape[-1]
     narrow = q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+    # (0, 0) also stands for types and sizes that neither kernel takes.
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and narrow else (0, 0)
     if capability[0] == 9 and head_dim <= MOST_COLUMNS:
         keys, values = (part.transpose(0, 1).contiguous() for part in (k, v))

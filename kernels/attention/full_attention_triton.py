@@ -63,7 +63,8 @@ def full_attention_triton(
 
 
 def _columns(head_dim: int) -> tuple[int, int]:
-    """Cut a head into columns of two products; 0 for the second: there is only one."""
+    """Cut a head into columns of two products, 72 into (64, 16). The second number is 0 if one
+    product, padded to a power of two, is no wider."""
     whole = max(_LEAST_COLUMNS, triton.next_power_of_2(head_dim))
     first = whole // 2
     rest = max(_LEAST_COLUMNS, triton.next_power_of_2(head_dim - first))
@@ -111,6 +112,9 @@ def _segments_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes BLOCK_M queries of one segment and head. The grid has as many tiles for
+    each segment as the longest needs; programs past a segment's end do nothing. Names that end in
+    `rest` are those of the second columns (`_columns`)."""
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % NUM_HEADS
     segment = tl.program_id(0) // tiles // NUM_HEADS

@@ -80,8 +80,8 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
 
 def quantise_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round vectors [..., D] to FP8. Each vector is divided by a scale that makes its largest
-    magnitude 448, the largest of e4m3. Return the quantised vectors and the scales [..., 1]
-    float32."""
+    magnitude 448, the largest of e4m3, and that is never 0. Return the quantised vectors and the
+    scales [..., 1] float32."""
     wide = x.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
     return (wide / scales).to(FP8), scales
@@ -137,6 +137,7 @@ def slot_mapping_triton(
 
 
 def _tokens_per_row(positions: Tensor, block_tables: Tensor) -> int:
+    """Return T / B."""
     assert len(positions) % len(block_tables) == 0
     return len(positions) // len(block_tables)
 

@@ -38,7 +38,7 @@ class GatherPlan:
     copies, and its number of tokens.
     """
 
-    pieces: Tensor  # [P, 4] int32
+    pieces: Tensor  # [P, 4] int32: row, position, index among the copies, number of tokens
     row_starts: Tensor  # [B] int32: the index of each row's first token among the copies
     num_tokens: int  # C, the context tokens of all rows
 

@@ -154,11 +154,14 @@ def _divided(meta: AttentionMetadata, replayed: tuple[int, ...], block_size: int
     # run and each single token is a row of a decode step. With L > 1 a run is a block, and none
     # are single.
     run = RUN if length == 1 and meta.rules.divide_queries else length
-    in_runs, tokens = num_replayed // run * run, is_replayed.nonzero().flatten()
-    is_in_run = are_replayed(replayed, in_runs.tolist())
+    in_runs = num_replayed // run * run  # [B], the tokens of each row that are in runs
+    tokens = is_replayed.nonzero().flatten()  # [replayed tokens], indices in the part
+    is_in_run = are_replayed(replayed, in_runs.tolist())  # [replayed tokens]
     # If no context is cut into splits, a step has no partial results, so it may have more rows.
     has_splits = meta.rules.has_splits(meta.block_tables.shape[1] * block_size)
     most_runs = MOST_ROWS // (run // length) if has_splits else MOST_ROWS
+    # Queries per row of a decode step, tokens of each of the part's rows, which of the replayed
+    # tokens these are, and the most rows of a step: for the runs and for the single tokens.
     for width, counts, are_taken, most_rows in (
         (run, in_runs, is_in_run, most_runs),
         (length, num_replayed - in_runs, ~is_in_run, MOST_ROWS),

@@ -57,7 +57,7 @@ def paged_attention_prefill(
 
     The cache already holds the T new tokens, with finite values (`KVCache`). A query sees its row
     up to the end of its own block of `block_length` positions, but nothing past the row's last
-    query; or up to its `last_seen`, if that is given. `window`, `sinks` and `cap` are those of
+    query; or up to its `last_seen`, if that is not None. `window`, `sinks` and `cap` are those of
     `SoftmaxOptions`. Returns out in q's dtype; scores and sums are float32, and a query that sees a
     NaN key is NaN. Raises ValueError for a plan of another number of tokens or heads.
     """
@@ -73,7 +73,7 @@ def paged_attention_prefill(
     assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
     assert window is None or block_length == 1
     assert last_seen is None or block_length == 1
-    window_ends = None if window is None or last_seen is None else positions
+    window_ends = None if window is None or last_seen is None else positions  # not last_seen
     if not num_tokens:
         return out
     config = plan.config

@@ -116,6 +116,7 @@ def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.d
 
 
 def _tile_tokens(config: PrefillConfig, group: int) -> int:
+    """Return the most tokens of a tile of `config`, with `group` query heads per KV head."""
     if config.block_m < group:
         raise ValueError(f"block_m {config.block_m} is less than the {group} heads of a group")
     return config.block_m // group

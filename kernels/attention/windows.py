@@ -14,8 +14,11 @@ class ChunkWindow(int):
 
 
 def first_seen(last: Tensor, window: int) -> Tensor:
-    """Return the first positions that queries see, given the last ones. A result below 0 means that
-    the query sees its row from the beginning."""
+    """Return the first positions that queries see, if `last` are the last ones. A result below 0
+    means that the query sees its row from the beginning.
+
+    Position 9 with a window of 4 sees from 6, and with a `ChunkWindow` of 4 from 8.
+    """
     if isinstance(window, ChunkWindow):
         return last // int(window) * int(window)
     return last - (window - 1)

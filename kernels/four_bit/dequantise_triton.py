@@ -43,6 +43,8 @@ def dequantise_rows(weight: FourBitPanels) -> Tensor:
 
 
 def _launch(weight: FourBitPanels, out: Tensor, panel_stride: int, row_stride: int) -> None:
+    """Launch the kernel. The strides are the elements of `out` from a panel of an expert to the
+    next, and from a row to the next."""
     experts, panels, rows, _ = weight.words.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(panels, 2), experts)
     _dequantise[grid](

@@ -1,7 +1,8 @@
 """`FourBitExperts`: the weights of an MoE layer's experts in 4 bits, and their products.
 
 Small batches are multiplied in 4 bits by the Triton kernels of `grouped_product_triton.py`. For
-large batches the weights are dequantised and multiplied in 16 bits.
+large batches the weights are dequantised and multiplied in 16 bits. `kernels.moe.experts` calls
+this. A *slot* is one of the experts that a token chose, and a row of the products.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ class FourBitExperts(NamedTuple):
         epilogues: Epilogues,
         parts: Tensor,
     ) -> None:
-        """Compute both products, as described at `ExpertWeights.multiply`."""
+        """Compute both products into `parts`, as described at `ExpertWeights.multiply`."""
         gate_up, down = self
         (experts, hidden, inner), k = self.sizes, weights.shape[1]
         assert gate_up.sizes == (experts, 2 * inner, hidden)
         assert x.dtype == gate_up.dtype == down.dtype
         activated = torch.empty((len(parts), inner), dtype=x.dtype, device=x.device)
-        bias, pairs = epilogues.down_bias, epilogues.sorted_adapters(alignment)
-        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
+        bias, adapters = epilogues.down_bias, epilogues.sorted_adapters(alignment)
+        added = None if adapters is None else adapters.gate_up(x, 2 * inner)
         if isinstance(tiles, FourBitTiles):
             four_bit_gate_up(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
             four_bit_down(activated, down, weights, alignment, tiles.down, parts, bias)
@@ -70,10 +71,10 @@ class FourBitExperts(NamedTuple):
             down_product(
                 activated, dequantise_panels(down), weights, alignment, tiles.down, parts, bias
             )
-        if pairs is not None:
-            pairs.add_down_(parts, activated, weights)
+        if adapters is not None:
+            adapters.add_down_(parts, activated, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch with dequantised weights."""
-        wide, narrow = (dequantise_reference(panels).to(x.dtype) for panels in self)
-        return grouped_mlp_reference(x, wide, narrow, ids, weights, epilogues)
+        gate_up, down = (dequantise_reference(panels).to(x.dtype) for panels in self)
+        return grouped_mlp_reference(x, gate_up, down, ids, weights, epilogues)

@@ -38,7 +38,9 @@ LARGEST_SCALE = 128
 """The largest MXFP4 scale, a factor of 2, that kernels can multiply by: a larger one has no
 bfloat16 exponent after the shift by 126."""
 _MXFP4_BIAS = 126
+"""What is added to the exponent of an MXFP4 scale."""
 _NVFP4_BIAS, _NVFP4_POWER = 10, 8
+"""What is added to the exponent of an NVFP4 scale, and to that of a row's factor."""
 _SIGN_BITS = (15, 12, 14, 13)
 _FIRST_BITS = (6, 3, 9, 0)
 """The bit positions of the sign and of the other three bits, for the four values in half a word."""

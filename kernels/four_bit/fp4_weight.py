@@ -23,7 +23,9 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the codes 0 to 15."""
 _BIAS = 127
+"""The bias of the exponents of MXFP4 scales and of float32."""
 _NAN_SCALE = 255
+"""The MXFP4 scale that means NaN."""
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 """The largest values of e2m1 and of e4m3."""
 _PIECE = 2**24
@@ -137,10 +139,11 @@ def quantise_mxfp4(weight: Tensor) -> MXFP4Weight:
     the least scale.
     """
     wide = weight.float()
-    # frexp: the largest value is below 2**exponent, and at least half of that.
+    # frexp: the largest value is below 2**exponent, and at least half of that. Its power of two is
+    # exponent - 1, and the largest of e2m1 is 2, as in 4 = 2**2.
     _, exponents = torch.frexp(wide.unflatten(-1, (-1, MXFP4_GROUP)).abs().amax(-1))
     scales = (exponents - 3 + _BIAS).clamp(0, _NAN_SCALE - 1)
-    groups = _times_power(wide, _BIAS - scales)
+    groups = _times_power(wide, _BIAS - scales)  # divided by the scales
     return MXFP4Weight(_nearest(groups), scales.to(torch.uint8))
 
 

@@ -1,6 +1,10 @@
 """The two matrix products of MoE experts with 4-bit weights and 16-bit tokens, in Triton, on the
 tiles of `moe`. `FourBitExperts.multiply` calls both.
 
+A *slot* is one of the k experts that a token chose. *Sorted order* puts the slots of one expert
+next to each other (`Alignment`), and a tile has up to BLOCK_M of them. K is cut into panels of 64
+columns (`panels.py`).
+
 Weights are the left operand of the matrix instruction, because that operand may come from
 registers, where the weights are unpacked. So only 4 bits per weight are read from memory, and
 nothing is written back. A step takes two panels, 128 columns, because one word of scales covers
@@ -50,7 +54,7 @@ def four_bit_gate_up(
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, weight.words, weight.scales, epilogues.gate_up_bias, added, out, *alignment[:-1],
+        x, weight.words, weight.scales, epilogues.gate_up_bias, added, out, *alignment.tensors,
         x.stride(0), k, inner, weight.words.shape[1], LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu",
         **_options(alignment, tiles, weight),
@@ -71,7 +75,7 @@ def four_bit_down(
     hidden = out.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
-        x, weight.words, weight.scales, bias, slot_weights, out, *alignment[:-1], hidden,
+        x, weight.words, weight.scales, bias, slot_weights, out, *alignment.tensors, hidden,
         weight.words.shape[1], **_options(alignment, tiles, weight),
     )  # fmt: skip
 
@@ -79,6 +83,10 @@ def four_bit_down(
 def _options(
     alignment: Alignment, tiles: FourBitProductTiles, weight: FourBitPanels
 ) -> dict[str, int | bool | str]:
+    """Return the constants that both kernels are compiled with.
+
+    EVEN: whether the number of panels is even. HALVE: see `FourBitProductTiles.halve`.
+    """
     return {
         **weight.constants,
         "BLOCK_M": alignment.block_m,
@@ -99,6 +107,8 @@ def _gate_up(
     BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile: the slots of `tile_of_program`, times BLOCK_N columns of the
+    result. With HALVE a tile that is at most half full is computed as one of BLOCK_M / 2 slots."""
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
@@ -128,6 +138,8 @@ def _gate_up_tile(
     BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Compute the slots from `first` to `end` - 1, in sorted order, times the columns from
+    `first_column` on. Sums are transposed: [columns, slots], as weights are the left operand."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -178,6 +190,7 @@ def _down(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Each program computes one tile, as in `_gate_up`."""
     columns = tl.cdiv(hidden, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
@@ -206,6 +219,7 @@ def _down_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Compute the slots from `first` to `end` - 1 times the columns from `first_column` on."""
     index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     row = column % hidden

@@ -30,6 +30,7 @@ _MINUS_MAGIC = {torch.bfloat16: 0xC300, torch.float16: 0xE400}
 """The bits of -128 in bfloat16 and of -1024 in float16. In both, adding n to the last four bits
 subtracts n from the number."""
 _STEPS = 4
+"""The steps of 8 columns whose values are in half a word."""
 
 
 def int4_layout(dtype: torch.dtype, columns: int, group: int) -> Layout | None:

@@ -50,10 +50,10 @@ def pack_panels(weight: FourBitWeight, into: FourBitPanels) -> None:
     device = into.words.device
     if isinstance(weight, Int4Weight):
         weight = weight.regrouped(into.layout.group)
-    kind: Callable[..., FourBitWeight] = type(weight)
+    weight_type: Callable[..., FourBitWeight] = type(weight)
     for words, scales, *parts in zip(into.words, into.scales, *weight, strict=True):
-        one = kind(*(part.to(device) for part in parts))
-        for target, values in zip((words, scales), _words(one, into.layout), strict=True):
+        expert = weight_type(*(part.to(device) for part in parts))
+        for target, values in zip((words, scales), _words(expert, into.layout), strict=True):
             target.copy_(values)
 
 

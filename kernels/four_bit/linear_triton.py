@@ -69,8 +69,8 @@ def _multiply(
     add: bool = False,
 ) -> None:
     """Compute the product, or its `splits` partial sums [splits, M, N], which have no bias."""
-    (one, width, depth), rows = weight.sizes, len(x)
-    assert one == 1 and x.shape[1] == depth and out.shape[-2:] == (rows, width)
+    (experts, width, depth), rows = weight.sizes, len(x)
+    assert experts == 1 and x.shape[1] == depth and out.shape[-2:] == (rows, width)
     assert x.dtype == weight.dtype and x.stride(1) == out.stride(-1) == 1
     grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(width, tiles.block_n), splits)
     _linear[grid](
@@ -87,11 +87,18 @@ def _linear(
     CODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    row_tiles = tl.cdiv(rows, BLOCK_M)  # which read the same weights
+    """Each program computes one tile of BLOCK_M tokens and BLOCK_N columns of the result, over one
+    part of K. Adjacent programs have the same columns, so that they read the same weights.
+
+    EVEN: whether the number of panels is even. SPLIT: whether `out` holds partial sums. ADD: add to
+    what `out` holds.
+    """
+    row_tiles = tl.cdiv(rows, BLOCK_M)
     token = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_token = token < rows
-    weight_row = column % width  # behind the last one others, whose results are not written
+    # Columns past the last wrap to other rows of the weight; their results are not written.
+    weight_row = column % width
     x_source = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, _PANEL)[None, :]
     words = words_ptr + weight_row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     steps = tl.cdiv(panels, 2)

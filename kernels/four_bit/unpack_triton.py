@@ -27,7 +27,9 @@ import triton.language as tl
 _SIGNS = tl.constexpr(-0x7FFF8000)
 """The signs of two values, 0x80008000 as a signed integer; alone, two negative zeros."""
 _REST = tl.constexpr(0x01C001C0)
+"""The other three bits of two codes: the last two exponent bits and the first mantissa bit."""
 _ALL = tl.constexpr(-0x7FFF8000 | 0x01C001C0)
+"""Both."""
 _POWERS = tl.constexpr(0x00800080)
 """Multiplying by it turns an exponent into a pair of bfloat16 powers of two."""
 _TWICE = tl.constexpr(0x00100010)
@@ -131,6 +133,7 @@ def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
     MAGIC: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
     ONES: tl.constexpr = 0x3F803F80 if IS_BF16 else 0x3C003C00
     scales = _of_lanes(first, second, ROWS)
+    # The high half of each word (what is added) in both halves, and the low half (the scale).
     added = (scales & -0x10000) | ((scales >> 16) & 0xFFFF)
     factors = (scales & 0xFFFF) | (scales << 16)
     words = words.reshape([ROWS, 4, 2])

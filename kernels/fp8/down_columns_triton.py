@@ -44,7 +44,7 @@ def fp8_down_columns(
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
         weights_operand(weight.values, block_n),
-        weight.scales, bias, slot_weights, out, *alignment[:-1], scales.stride(0),
+        weight.scales, bias, slot_weights, out, *alignment.tensors, scales.stride(0),
         weight.scales.stride(0), hidden, inner,
         COLUMNS=tiles.down_columns, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
         SCALE_ROWS=weight.scale_rows, SWAP=tiles.down_swap, INTERPRETED=not out.is_cuda,

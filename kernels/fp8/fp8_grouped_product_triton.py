@@ -64,7 +64,7 @@ def fp8_gate_up(
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](
         values, scales, weights_operand(weight.values, BLOCK), weight.scales,
-        epilogues.gate_up_bias, added, out, out_scales, plain, *alignment[:-1], scales.stride(0),
+        epilogues.gate_up_bias, added, out, out_scales, plain, *alignment.tensors, scales.stride(0),
         out_scales.stride(0), weight.scales.stride(0), slots_per_token, inner, hidden,
         LIMIT=limit, SLOPE=slope, GELU=epilogues.function == "gelu",
         POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
@@ -91,7 +91,7 @@ def fp8_down(
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
     _down[grid](
         values, scales, weights_operand(weight.values, tiles.down_n), weight.scales, bias,
-        slot_weights, out, *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden,
+        slot_weights, out, *alignment.tensors, scales.stride(0), weight.scales.stride(0), hidden,
         inner, BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
         num_warps=tiles.down_warps,
         num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),

@@ -33,8 +33,9 @@ def fp8_linear(
     rules: BitRules = BY_BATCH,
 ) -> Tensor:
     """Compute x·Wᵀ + b [M, N], summed in float32, into `out` or a new tensor, and return it."""
-    # Under `BitRules.cut_sums` False, both must have equal bits. Our kernel adds a bias before it
-    # rounds; whether the library does too is not known, so it may not take a product with a bias.
+    # If `rules.cut_sums` is False, a product must have the same bits both ways. Our kernel adds a
+    # bias before it rounds; whether the library does too is not known, so it may not take a product
+    # with a bias.
     use_library = x.values.is_cuda and (rules.cut_sums or bias is None)
     use_library = use_library and library_multiplies(x, weight, dtype)
     if not x.values.is_cuda or use_library:
@@ -88,8 +89,8 @@ def library_multiplies(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> boo
 
 def _pays(rows: int, width: int) -> bool:
     """Return whether cuBLAS is faster for a result [rows, width]."""
-    few = rows >= _FEW_LIBRARY_ROWS and rows * width >= _LIBRARY_RESULTS
-    return few or rows >= _LIBRARY_ROWS
+    is_large = rows >= _FEW_LIBRARY_ROWS and rows * width >= _LIBRARY_RESULTS
+    return is_large or rows >= _LIBRARY_ROWS
 
 
 def fp8_linear_library(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:

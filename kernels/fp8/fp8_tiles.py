@@ -29,8 +29,8 @@ _RESERVED = 3 * 2**10
 class FP8LinearTiles(NamedTuple):
     """How a product of rows with a weight is cut, and what the kernel is compiled with."""
 
-    block_m: int
-    block_n: int  # 64 or 128, so that a tile has the scales of one block
+    block_m: int  # rows of a tile of the result
+    block_n: int  # its columns: 64 or 128, so that a tile has the scales of one block
     num_warps: int
     num_stages: int
     # The weights are the left operand of the matrix instruction, with at least 64 rows there and as
@@ -52,9 +52,10 @@ LINEAR = (
     (512, FP8LinearTiles(64, 128, num_warps=4, num_stages=4, programs=264)),
     (math.inf, FP8LinearTiles(128, 128, num_warps=8, num_stages=4)),
 )
-"""For Hopper: (the largest number of rows, tiles). An H200 has 132 multiprocessors, so 264 programs
-are two for each. Measured with `bench_kernels.py fp8 --tune` of commit 48f452c on an H200, the
-layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
+"""For Hopper: (the largest number of rows, tiles of block_m × block_n). An H200 has 132
+multiprocessors, so 264 programs are two for each. Measured with `bench_kernels.py fp8 --tune` of
+commit 48f452c on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192
+rows."""
 
 
 def fp8_linear_tiles(rows: int, rules: BitRules) -> FP8LinearTiles:

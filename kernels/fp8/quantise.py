@@ -65,6 +65,7 @@ def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Ten
     largest = groups.abs().amax(-1)
     scales = largest.clamp(min=LEAST) / LARGEST
     if powers_of_two:
+        # A scale is mantissa · 2**exponent with a mantissa below 1, of a power of two 1/2.
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
     scales = scales.where(largest.isfinite(), torch.nan)

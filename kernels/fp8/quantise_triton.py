@@ -78,6 +78,7 @@ def _quantised(x: Tensor, depth: int, powers_of_two: bool, *, silu: bool) -> tup
 
 
 def _empty(rows: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate the values and the scales of `FP8Rows`, with padding rows."""
     rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     values = torch.empty((rows, depth), dtype=FP8, device=device)
     scales = torch.empty((-(-depth // BLOCK), rows), dtype=torch.float32, device=device)
@@ -91,6 +92,7 @@ def to_fp8(values, INTERPRETED: tl.constexpr):
     # values are rounded before, in float32, to what e4m3 has.
     if INTERPRETED:
         bits = values.to(tl.int32, bitcast=True)
+        # e4m3 has 3 of the 23 bits of mantissa, so the last 20 are rounded off, ties to even.
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         normal = bits.to(tl.float32, bitcast=True)
         # The sum with 1.5·2**14 has 2**-9 as its last bit, which is the step below 2**-6.
@@ -107,7 +109,7 @@ def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETE
     infinite = float("inf")
     largest = tl.max(tl.where(values == values, tl.abs(values), infinite), axis)
     scales = tl.maximum(largest, _LEAST) / _LARGEST
-    if POWERS:
+    if POWERS:  # unless the mantissa is 0, the exponent rises by 1
         bits = (scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scales = bits.to(tl.float32, bitcast=True)
     scales = tl.where(largest < infinite, scales, float("nan"))

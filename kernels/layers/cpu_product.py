@@ -46,7 +46,7 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     if weight.dtype != torch.float32:
         weight = _mirrored(weight)
     if bias is not None:
-        bias = torch.zeros_like(bias)  # would hide how the sums were rounded
+        bias = torch.zeros_like(bias)  # another bias would hide how the sums were rounded
     for packed, most_rows, laid_out in _ways(weight):
 
         def product(x: Tensor, laid_out: Tensor = laid_out, limit: int = most_rows) -> Tensor:
@@ -107,14 +107,17 @@ def product_keeps_bits(
     batch size up to most_rows that is a multiple of ROW_MULTIPLE, and at every place in the
     batch."""
     x = _opposite(most_rows + ROW_MULTIPLE, in_features).to(dtype)
-    few = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
+    # The expected bits are those of the smallest batches.
+    expected = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
+    # Batches (first row, number of rows): the smallest size from several first rows, and each
+    # larger size once.
     shifts = range(1, ROW_MULTIPLE, 2)
-    tried = [(shift, ROW_MULTIPLE) for shift in shifts]
-    tried += zip(itertools.cycle(shifts), range(2 * ROW_MULTIPLE, most_rows + 1, ROW_MULTIPLE))
+    batches = [(shift, ROW_MULTIPLE) for shift in shifts]
+    batches += zip(itertools.cycle(shifts), range(2 * ROW_MULTIPLE, most_rows + 1, ROW_MULTIPLE))
     # Cloned, because the rows of a batch begin where an allocation does.
     return all(
-        torch.equal(product(x[start : start + rows].clone()), few[start : start + rows])
-        for start, rows in tried
+        torch.equal(product(x[start : start + rows].clone()), expected[start : start + rows])
+        for start, rows in batches
     )
 
 

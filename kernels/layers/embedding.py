@@ -53,6 +53,7 @@ def embedding_share_triton(ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
 
 def _launch(ids: Tensor, weight: Tensor, first: int, *, share: bool) -> Tensor:
+    """Launch the kernel. `share`: ids outside `weight` get zeros; otherwise there are none."""
     num_ids, size = weight.shape
     assert ids.ndim == 1 and ids.is_contiguous() and weight.stride(1) == 1
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
@@ -69,6 +70,7 @@ def _embedding(
     ids_ptr, weight_ptr, out_ptr, stride, size, first, num_ids, SHARE: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Each program copies one chunk of columns of one token."""
     token = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

@@ -92,6 +92,7 @@ def add_linear_(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x·Wᵀ + b in one call of a library: of oneDNN if the weight is packed."""
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out

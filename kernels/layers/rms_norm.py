@@ -118,6 +118,7 @@ def sizes_of_parts(
 
 
 def _three_axes(x: Tensor) -> Tensor:
+    """View x with three axes, so that the kernel can take rows with two strides."""
     assert x.ndim <= 3 and x.stride(-1) == 1
     if x.ndim == 3:
         return x

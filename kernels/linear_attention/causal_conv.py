@@ -109,7 +109,7 @@ def causal_conv_prefill_reference(
     with_silu: bool = True,
 ) -> Tensor:
     """`causal_conv_prefill` in PyTorch, row by row."""
-    before, out, first = weight.shape[1] - 1, torch.zeros_like(x), 0
+    before, out, first = weight.shape[1] - 1, torch.zeros_like(x), 0  # before: K − 1
     for row, length in enumerate(rows.lengths()):
         if not length:
             continue
@@ -118,8 +118,8 @@ def causal_conv_prefill_reference(
         start = torch.zeros_like(window[slot]) if fresh else window[slot]
         inputs = torch.cat([start, x[first : first + length]])
         out[first : first + length] = _convolve(inputs[None], weight, bias, with_silu)[0]
-        for tokens, target in rows.wanted(row).items():
-            window[target] = inputs[tokens : tokens + before]
+        for tokens, snapshot_slots in rows.snapshot_slots(row).items():
+            window[snapshot_slots] = inputs[tokens : tokens + before]
         window[slot] = inputs[length:]
         first += length
     return out

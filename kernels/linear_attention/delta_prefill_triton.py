@@ -95,6 +95,7 @@ def delta_prefill_triton(
     # P, and T before it.
     size = (chunks, value_heads, 2 if erases else 1, CHUNK, CHUNK)
     matrices = torch.empty(size, dtype=dtype, device=device)
+    # c, r, w, and d repeated for all tokens.
     vectors = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=device)
     shape = {
         "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
@@ -103,7 +104,8 @@ def delta_prefill_triton(
         "MATRICES": 2 if erases else 1,
     }  # fmt: skip
     _delta_chunks[(chunks, value_heads)](
-        *inputs[:-1], matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
+        *inputs[:-1],  # all but `skip`
+        matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
         inputs.a.stride(0), 0 if inputs.b is None else inputs.b.stride(0), batch, NORM_EPS,
         key_dim**-0.5, num_warps=tiles.chunk_warps, maxnreg=tiles.chunk_registers, **shape,
     )  # fmt: skip
@@ -174,6 +176,7 @@ def _delta_chunks(
     decays = tl.exp(since) * key_norm[None, :]
     keys_across = tl.trans(key)
     scores = _product(query, keys_across, PRECISION, INTERPRETED) * query_norm[:, None] * decays
+    # The layout of `matrices` and `vectors`: T (if there is one), P; c, r, w, d.
     item = index.to(tl.int64) * VALUE_HEADS + head
     matrix = matrices_ptr + item * (MATRICES * CHUNK * CHUNK) + i * CHUNK + j
     dtype = matrices_ptr.dtype.element_ty

@@ -52,6 +52,7 @@ def _with_skip(out: Tensor, value: Tensor, skip: Tensor | None) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Normalise vectors [..., dk] to length 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
@@ -64,17 +65,19 @@ def delta_step_reference(
     A row's bits on a CPU depend on the row alone.
     """
     count, width = len(rows.slots), rows.width
-    together = max(1, _CACHE_BYTES // (state[0].numel() * state.itemsize))
+    most_rows = max(1, _CACHE_BYTES // (state[0].numel() * state.itemsize))
     out = inputs.qkv.new_empty((count * width, *state.shape[1:3]))
-    for start in range(0, count, together):
-        some = slice(start, min(start + together, count))
-        tokens = slice(some.start * width, some.stop * width)
-        some_rows = rows._replace(slots=rows.slots[some])
-        out[tokens] = _step_rows(inputs.take(tokens), state, records, some_rows)
+    for start in range(0, count, most_rows):
+        piece = slice(start, min(start + most_rows, count))
+        tokens = slice(piece.start * width, piece.stop * width)
+        piece_rows = rows._replace(slots=rows.slots[piece])
+        out[tokens] = _step_rows(inputs.take(tokens), state, records, piece_rows)
     return out
 
 
 def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
+    """Compute `delta_step` of all rows at once: add the pending records to the states one after
+    another, store a row's state where its last group of `fold` records ends, and run the tokens."""
     slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[2]
     pending, ring_entries, new = rows.ring_entries(records.decay.shape[1])
     current = state[slots]
@@ -123,7 +126,7 @@ def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRow
     for row, length in enumerate(rows.lengths()):
         if not length:
             continue
-        slot, wanted = int(rows.slots[row]), rows.wanted(row)
+        slot, snapshots = int(rows.slots[row]), rows.snapshot_slots(row)
         position = int(rows.positions[first])
         current = state[slot].clone() if position else torch.zeros_like(state[slot])
         done = 0
@@ -132,10 +135,10 @@ def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRow
             chunk = slice(first + done, first + end)
             chunk_tokens, erases = _Tokens(*(x[chunk] for x in tokens)), inputs.b is not None
             out[chunk], current = _run_chunk(chunk_tokens, current, erases)
-            for target in wanted.pop(end, ()):
-                state[target] = current
+            for snapshot_slot in snapshots.pop(end, ()):
+                state[snapshot_slot] = current
             done = end
-        assert not wanted, f"snapshots after {list(wanted)} tokens, which end no chunk"
+        assert not snapshots, f"snapshots after {list(snapshots)} tokens, which end no chunk"
         state[slot] = current
         first += length
     return _with_skip(out, tokens.value, inputs.skip).to(inputs.qkv.dtype)

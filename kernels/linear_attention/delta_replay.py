@@ -36,7 +36,9 @@ def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tenso
         slot_state = state[slot : slot + 1]
         if length and not rows.positions[first]:
             slot_state.zero_()
-        step = StepRows(none.long(), none.clone(), none.clone(), 0, fold=1)
+        # One row, whose slot is 0 in `slot_state` and in `records`. Its tokens are run up to 64 at
+        # a time; each step folds the records of the step before.
+        step = StepRows(none.long(), pending=none.clone(), first=none.clone(), width=0, fold=1)
         for start in range(first, end, _WIDTH):
             tokens = slice(start, min(end, start + _WIDTH))
             width = tokens.stop - start
@@ -45,6 +47,7 @@ def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tenso
             )
             step.first.add_(step.pending).remainder_(2 * _WIDTH)
             step.pending.fill_(width)
+        # A step without tokens folds the last records.
         delta_step_reference(inputs.take(slice(0, 0)), slot_state, records, step)
         first = end
     return out

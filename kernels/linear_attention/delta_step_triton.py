@@ -51,6 +51,7 @@ class StepTiles(NamedTuple):
 
 
 TILES = StepTiles(block_v=32, lanes=8, num_warps=1)
+"""The tiles of all models."""
 _MOST = 4096
 """The most values of a state that a program of one warp can keep in registers."""
 
@@ -73,6 +74,8 @@ def delta_step_triton(
     )  # fmt: skip
     # A token has at most `fold` entries, its own included.
     entries = max(16, triton.next_power_of_2(rows.fold))
+    # What the first launch computes for the second: the normalised queries, β and G, and the
+    # factors g_e (k_e·k) and g_e (k_e·q) of each u_e.
     query = state.new_empty((tokens, key_heads, key_dim))
     gates = state.new_empty((tokens, value_heads, 2))
     factors = state.new_empty((tokens, value_heads, 2, entries))
@@ -83,7 +86,8 @@ def delta_step_triton(
     }  # fmt: skip
     if tokens:
         _prepare_step[(batch * key_heads,)](
-            *inputs[:-1], query, gates, factors, records.key, records.decay, rows.slots,
+            *inputs[:-1],  # all but `skip`
+            query, gates, factors, records.key, records.decay, rows.slots,
             rows.pending, rows.first, inputs.qkv.stride(0), inputs.a.stride(0),
             0 if inputs.b is None else inputs.b.stride(0), rows.width,
             NORM_EPS, key_dim**-0.5, BLOCK_K=triton.next_power_of_2(key_dim),

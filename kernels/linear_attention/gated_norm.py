@@ -64,16 +64,18 @@ def norm_of_gated_triton(x: Tensor, gate: Tensor, weight: Tensor | None, eps: fl
 def _launch(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, gate_first: bool
 ) -> Tensor:
+    """Launch the kernel: `norm_of_gated` if `gate_first`, otherwise `gated_rms_norm`."""
     tokens, heads, size = x.shape
     assert x.is_contiguous() and gate.stride(1) == 1
     assert weight is None or weight.is_contiguous()
     out = torch.empty((tokens, heads * size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    many = max(1, _TILE // block)
+    heads_per_program = max(1, _TILE // block)
     if len(x):
-        _gated_rms_norm[(triton.cdiv(tokens * heads, many),)](
+        _gated_rms_norm[(triton.cdiv(tokens * heads, heads_per_program),)](
             x, gate, weight, out, gate.stride(0), tokens * heads, heads, size, eps,
-            GATE_FIRST=gate_first, MANY=many, BLOCK=block, num_warps=4 if block <= 4096 else 8,
+            GATE_FIRST=gate_first, MANY=heads_per_program, BLOCK=block,
+            num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
     return out
 

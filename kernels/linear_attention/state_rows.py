@@ -87,9 +87,9 @@ class PrefillRows(NamedTuple):
         make = torch.zeros if self.query_lens is None else torch.empty
         return make(shape, dtype=dtype, device=self.positions.device)
 
-    def wanted(self, row: int) -> dict[int, list[int]]:
-        """Map each number of this row's tokens after which the state is copied to the slots that it
-        is copied to."""
+    def snapshot_slots(self, row: int) -> dict[int, list[int]]:
+        """Return the snapshots of a row: {number of tokens after which to copy the state: the slots
+        to copy it to}."""
         slots: dict[int, list[int]] = {}
         if self.snapshots is not None:
             for tokens, slot in self.snapshots[row].tolist():

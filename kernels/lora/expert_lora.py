@@ -51,6 +51,7 @@ class ExpertAdapters(NamedTuple):
         self._add_(self.down, out, x, slots)
 
     def _add_(self, factors: ExpertFactors | None, out: Tensor, x: Tensor, slots: Tensor) -> None:
+        """Add the products of `factors` to `out`, one pair of adapter and expert after another."""
         if factors is None:
             return
         adapter_slots = self.adapter_slots[slots // self.ids.shape[1]]
@@ -82,7 +83,7 @@ class PairedSlots(NamedTuple):
     """The N = T·k slots of a call of experts on a GPU, sorted by adapter and expert."""
 
     adapters: ExpertAdapters
-    pairs: Alignment
+    pairs: Alignment  # as expert: the index of the pair in `StackedFactors`
     sorted_indices: Tensor  # [N] int32, the index of each slot among those sorted by expert
 
     def gate_up(self, x: Tensor, width: int) -> Tensor | None:

@@ -39,7 +39,8 @@ class StackedFactors(NamedTuple):
     # [blocks, 3] int32: the output features in blocks of at most BLOCK_N of one part. A block has
     # its first feature, the one after its last, and the index of the part's first rank.
     blocks: Tensor
-    multiple: int = 1  # divides the first two, and is at most 8: 16 bytes of outputs of 16 bits
+    # Divides the first two numbers of every block, and is at most 8: 16 bytes of 16-bit outputs.
+    multiple: int = 1
 
 
 def output_blocks(parts: Sequence[LoRAPart], rank: int, device: torch.device) -> tuple[Tensor, int]:
@@ -71,8 +72,8 @@ def add_lora_(
     """Add B·(A·x) of each token's adapter to `out` [T, out_features] in place, for x [T,
     in_features], and return `out`.
 
-    `products` has those of each adapter slot; only a CPU uses them. On a CPU a token's bits depend
-    on the token and its adapter alone, if the products' own results do.
+    `products` has those of adapter slot s at s − 1; only a CPU uses them. On a CPU a token's bits
+    depend on the token and its adapter alone, if the products' own results do.
     """
     if tokens.alignment is not None:
         return add_lora_triton_(out, x, tokens.alignment, *stacked)
@@ -99,9 +100,10 @@ def add_lora_columns_(
     if tokens.alignment is not None:
         hidden = hidden.unsqueeze(0)
         return add_hidden_triton_(out, hidden, tokens.alignment, up, blocks, multiple)
-    for first, end, at in blocks.tolist():
+    for first, end, first_rank in blocks.tolist():
         factors = up[tokens.slots - 1, first:end].float()
-        added = torch.einsum("tnr,tr->tn", factors, hidden[:, at : at + up.shape[2]])
+        ranks = slice(first_rank, first_rank + up.shape[2])
+        added = torch.einsum("tnr,tr->tn", factors, hidden[:, ranks])
         total = (out[:, first:end].float() + added).to(out.dtype)
         out[:, first:end] = torch.where(tokens.slots[:, None] == 0, out[:, first:end], total)
     return out
@@ -115,7 +117,7 @@ def add_lora_reference_(out: Tensor, x: Tensor, slots: Tensor, stacked: StackedF
         if not slot:
             continue
         hidden = (down[slot - 1].float() @ x[token].float()).to(x.dtype).float()
-        for first, end, at in blocks.tolist():
-            added = up[slot - 1, first:end].float() @ hidden[at : at + rank]
+        for first, end, first_rank in blocks.tolist():
+            added = up[slot - 1, first:end].float() @ hidden[first_rank : first_rank + rank]
             out[token, first:end] = (out[token, first:end].float() + added).to(out.dtype)
     return out

@@ -22,6 +22,7 @@ BLOCK_N = 256
 _SPLITS = 8
 """Parts that the sums over the input features are cut into."""
 _BLOCK_K = 128
+"""Input features per step of a sum."""
 _BLOCK_R = 64
 """Ranks per program of the first launch, counted over all parts of a layer."""
 _ONE_PROGRAM = 2048
@@ -66,8 +67,8 @@ def _hidden(
     columns = triton.cdiv(ranks, block_r)
     wide, of_rows = x.dtype == torch.float32, isinstance(rows, Tensor)
     _down[(alignment.most_tiles * columns, planes)](
-        x, down, hidden, rows if of_rows else None, alignment.slots, *alignment[1:-1], count,
-        depth, ranks, share, x.stride(0), 1 if of_rows else rows,
+        x, down, hidden, rows if of_rows else None, *alignment.tensors, count, depth, ranks, share,
+        x.stride(0), 1 if of_rows else rows,
         COLUMNS=columns, ALL_PARTS=planes < splits, BLOCK_M=alignment.block_m, BLOCK_R=block_r,
         BLOCK_K=_BLOCK_K // (2 if wide else 1),
         INTERPRETED=not x.is_cuda, num_warps=4, num_stages=1 if wide else 3,
@@ -91,8 +92,7 @@ def add_hidden_triton_(
     # Of the tiles that were tried on an H200, the fastest.
     step_n, step_r, warps = (256, 64, 8) if block_m == 16 else (64, 64, 4)
     _up[(alignment.most_tiles * len(blocks),)](
-        out, hidden, up, blocks, weights, alignment.slots, *alignment[1:-1], count, width, ranks,
-        out.stride(0),
+        out, hidden, up, blocks, weights, *alignment.tensors, count, width, ranks, out.stride(0),
         COLUMNS=len(blocks), PLANES=planes, BLOCK_M=block_m, BLOCK_N=BLOCK_N, STEP_N=step_n,
         RANK=rank, BLOCK_R=min(step_r, rank), MULTIPLE=multiple, INTERPRETED=not out.is_cuda,
         num_warps=warps,

@@ -22,14 +22,16 @@ class AbsorbedConfig:
     programs_per_sm: int  # in a decode step
 
 
-_WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
-"""Sizes for batches of one or two units per program, with twice as many loads in flight: 65 against
-78 µs for 256 rows of 250 to 1,170 tokens (H200). They need 164 KiB of shared memory."""
+_WIDE = AbsorbedConfig(queries=64, block_n=64, num_warps=4, num_stages=3, programs_per_sm=1)
+"""Sizes for batches of one or two units (`DecodePlan.units`) per program, with twice as many loads
+in flight: 65 against 78 µs for 256 rows of 250 to 1,170 tokens (H200). They need 164 KiB of shared
+memory."""
 
 
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
-    """Return the number of heads per program of a decode step, a divisor of num_heads; 0 if `width`
-    queries do not fit."""
+    """Return the number of heads per program of a decode step with `width` queries per row: the
+    largest divisor of num_heads that fits; 0 if not even one head does. `itemsize` is that of
+    queries, in bytes."""
     max_rows = absorbed_config(64, itemsize).queries // width
     return max(
         (n for n in range(1, num_heads + 1) if not num_heads % n and n <= max_rows), default=0
@@ -47,8 +49,8 @@ def decode_config(q: Tensor, queries: int, items: int, rules: BitRules) -> Absor
 
 
 def absorbed_config(queries: int, itemsize: int) -> AbsorbedConfig:
-    """Choose sizes by the registers needed: for the sums of 64 queries, and for float32
-    operands."""
+    """Choose sizes for programs of this many queries and an element size in bytes, by the registers
+    needed: for the sums of 64 queries, and for float32 operands."""
     if itemsize == 4:
         return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
     if queries <= 16:

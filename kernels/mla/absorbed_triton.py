@@ -38,8 +38,8 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 def latent_decode(
-    q: Tensor,  # [B · W, num_heads, L], the queries of latents
-    turned: Tensor,  # [B · W, num_heads, R], the rotated queries
+    q: Tensor,  # [B · W, num_heads, L], the queries of latents (`Expansion.absorb`)
+    q_rope: Tensor,  # [B · W, num_heads, R], the rotated part of queries
     plane: Tensor,  # [num_blocks, block_size, L + R], contiguous
     positions: Tensor,  # [B · W] int64, as for the plan
     block_tables: Tensor,  # [B, N] int
@@ -55,20 +55,20 @@ def latent_decode(
     key becomes NaN; other queries do not.
     """
     tokens, num_heads, size = q.shape
-    rotated, width = turned.shape[2], plan.width
+    rotated, width = q_rope.shape[2], plan.width
     span = decode_span(num_heads, width, q.itemsize)
     queries, groups = span * width, num_heads // span
     assert span and plane.is_contiguous() and plane.shape[2] == size + rotated
-    assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
+    assert q.stride(2) == q_rope.stride(2) == block_tables.stride(1) == 1
     config = decode_config(q, queries, tokens // width * groups, rules)
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     partial, log_sums = partial_results(plan, groups, queries, size)
     _latent_decode[(device_programs(q.device, config.programs_per_sm),)](
-        q, turned, plane, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
-        scales, scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0),
-        turned.stride(1), block_tables.stride(0), GROUPS=groups, SPAN=span, WIDTH=width,
+        q, q_rope, plane, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
+        scales, scale * math.log2(math.e), q.stride(0), q.stride(1), q_rope.stride(0),
+        q_rope.stride(1), block_tables.stride(0), GROUPS=groups, SPAN=span, WIDTH=width,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)),
-        **_shape(q, turned, plane, config), num_warps=config.num_warps,
+        **_shape(q, q_rope, plane, config), num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
     combine_splits(partial, log_sums, plan, out, groups)
@@ -77,7 +77,7 @@ def latent_decode(
 
 def latent_prefill(
     q: Tensor,
-    turned: Tensor,
+    q_rope: Tensor,
     plane: Tensor,
     positions: Tensor,  # [T] int64, not descending within a row
     block_tables: Tensor,
@@ -88,26 +88,26 @@ def latent_prefill(
 ) -> Tensor:
     """Compute what `latent_decode` does for rows of different lengths: [T, num_heads, L]."""
     tokens, num_heads, size = q.shape
-    assert plane.is_contiguous() and plane.shape[2] == size + turned.shape[2]
-    assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
+    assert plane.is_contiguous() and plane.shape[2] == size + q_rope.shape[2]
+    assert q.stride(2) == q_rope.stride(2) == block_tables.stride(1) == 1
     config = absorbed_config(64, q.itemsize)
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     parts = triton.cdiv(tile * num_heads, config.queries)
     _latent_prefill[(len(tiles) * parts,)](
-        q, turned, plane, positions, block_tables, tiles, out, scales,
-        scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0), turned.stride(1),
+        q, q_rope, plane, positions, block_tables, tiles, out, scales,
+        scale * math.log2(math.e), q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1),
         block_tables.stride(0), HEADS=num_heads, TILE=tile, PARTS=parts,
-        QUERIES_PAD=config.queries, **_shape(q, turned, plane, config),
+        QUERIES_PAD=config.queries, **_shape(q, q_rope, plane, config),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
 
 def _shape(
-    q: Tensor, turned: Tensor, plane: Tensor, config: AbsorbedConfig
+    q: Tensor, q_rope: Tensor, plane: Tensor, config: AbsorbedConfig
 ) -> dict[str, int | str | bool]:
     """Return the constants that both kernels are compiled with."""
-    size, rotated = q.shape[2], turned.shape[2]
+    size, rotated = q.shape[2], q_rope.shape[2]
     return {
         "SIZE": size,
         "PART": max(16, triton.next_power_of_2(size) // 4),
@@ -122,8 +122,8 @@ def _shape(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _latent_decode(
-    q, turned, plane, positions, tables, units, count, out, partial, log_sums, scales, scale_log2,
-    q_token, q_head, turned_token, turned_head, table_stride,
+    q, q_rope, plane, positions, tables, units, count, out, partial, log_sums, scales, scale_log2,
+    q_token, q_head, q_rope_token, q_rope_head, table_stride,
     GROUPS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, QUERIES_PAD: tl.constexpr,
     SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -141,6 +141,7 @@ def _latent_decode(
         if item < total:
             group = item % GROUPS
             unit = units + (item // GROUPS) * UNIT_FIELDS
+            # The fields of a unit are those of `DecodePlan.units`.
             row = tl.load(unit).to(tl.int64)
             start = tl.load(unit + 1)
             stop = tl.load(unit + 2)
@@ -150,7 +151,7 @@ def _latent_decode(
             limit = tl.load(positions + token, mask=exists, other=-1).to(tl.int32)
             top, weights, sum0, sum1, sum2, sum3 = _attend(
                 q + token * q_token + head * q_head,
-                turned + token * turned_token + head * turned_head,
+                q_rope + token * q_rope_token + head * q_rope_head,
                 exists, limit, plane, scales, tables + row * table_stride, start, stop, scale_log2,
                 QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
                 INTERPRETED,
@@ -171,15 +172,15 @@ def _latent_decode(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _latent_prefill(
-    q, turned, plane, positions, tables, tiles, out, scales, scale_log2,
-    q_token, q_head, turned_token, turned_head, table_stride,
+    q, q_rope, plane, positions, tables, tiles, out, scales, scale_log2,
+    q_token, q_head, q_rope_token, q_rope_head, table_stride,
     HEADS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, QUERIES_PAD: tl.constexpr,
     SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a run of the queries of one tile, ordered by token and then by head."""
-    tile = tiles + tl.program_id(0) // PARTS * 3
+    tile = tiles + tl.program_id(0) // PARTS * 3  # row, first token, remaining tokens
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1).to(tl.int64)
     queries = tl.minimum(tl.load(tile + 2), TILE) * HEADS
@@ -191,7 +192,7 @@ def _latent_prefill(
         limit = tl.load(positions + token, mask=exists, other=-1).to(tl.int32)
         _, weights, sum0, sum1, sum2, sum3 = _attend(
             q + token * q_token + head * q_head,
-            turned + token * turned_token + head * turned_head,
+            q_rope + token * q_rope_token + head * q_rope_head,
             exists, limit, plane, scales, tables + row * table_stride, 0, tl.max(limit, 0) + 1,
             scale_log2, QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N,
             PRECISION, INTERPRETED,
@@ -203,41 +204,43 @@ def _latent_prefill(
 
 @triton.jit
 def _attend(
-    q, turned, exists, limit, plane, scales, table, start, stop, scale_log2,
+    q, q_rope, exists, limit, plane, scales, table, start, stop, scale_log2,
     QUERIES_PAD: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from `start` to `stop` - 1, as `attention.decode._attend_unit` does.
 
-    `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the queries'
+    `q` and `q_rope` [QUERIES_PAD] point to the two parts of each query. Returns the queries'
     maximum scores, sums of weights, and weighted sums of the latents' quarters.
     """
-    spin = tl.arange(0, ROTATED_PAD)
+    rope_dim = tl.arange(0, ROTATED_PAD)
     lane = tl.arange(0, BLOCK_N)
-    turns = (spin < ROTATED)[None, :]
+    is_rope = (rope_dim < ROTATED)[None, :]
     query0 = _quarter(q, exists, 0, SIZE, PART, INTERPRETED)
     query1 = _quarter(q, exists, 1, SIZE, PART, INTERPRETED)
     query2 = _quarter(q, exists, 2, SIZE, PART, INTERPRETED)
     query3 = _quarter(q, exists, 3, SIZE, PART, INTERPRETED)
-    spun = tl.load(turned[:, None] + spin[None, :], mask=exists[:, None] & turns, other=0.0)
-    if scales is not None and spun.dtype != tl.float32:
+    query_rope = tl.load(
+        q_rope[:, None] + rope_dim[None, :], mask=exists[:, None] & is_rope, other=0.0
+    )
+    if scales is not None and query_rope.dtype != tl.float32:
         # Products with FP8 are float16, as in `attention.decode`.
         largest = tl.maximum(_largest(query0, query1), _largest(query2, query3))
-        excess = float16_excess(tl.maximum(largest, _largest(spun, spun)))[:, None]
+        excess = float16_excess(tl.maximum(largest, _largest(query_rope, query_rope)))[:, None]
         scale_log2 *= excess
         query0 = (query0 / excess).to(tl.float16)
         query1 = (query1 / excess).to(tl.float16)
         query2 = (query2 / excess).to(tl.float16)
         query3 = (query3 / excess).to(tl.float16)
-        spun = (spun / excess).to(tl.float16)
-    kept = spun.dtype
+        query_rope = (query_rope / excess).to(tl.float16)
+    factor_dtype = query_rope.dtype
     if INTERPRETED:
         query0 = query0.to(tl.float32)
         query1 = query1.to(tl.float32)
         query2 = query2.to(tl.float32)
         query3 = query3.to(tl.float32)
-        spun = spun.to(tl.float32)
+        query_rope = query_rope.to(tl.float32)
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
     weight_sums = tl.zeros([QUERIES_PAD, BLOCK_N], tl.float32)
     sum0 = tl.zeros([QUERIES_PAD, PART], tl.float32)
@@ -255,25 +258,25 @@ def _attend(
         latent1 = _quarter(source, cached, 1, SIZE, PART, INTERPRETED)
         latent2 = _quarter(source, cached, 2, SIZE, PART, INTERPRETED)
         latent3 = _quarter(source, cached, 3, SIZE, PART, INTERPRETED)
-        rotated = source[:, None] + SIZE + spin[None, :]
-        keys = tl.load(rotated, mask=cached[:, None] & turns, other=0.0)
+        rotated = source[:, None] + SIZE + rope_dim[None, :]
+        keys = tl.load(rotated, mask=cached[:, None] & is_rope, other=0.0)
         if scales is not None:
             key_scale = tl.load(scales + slot, mask=cached, other=0.0)
             # Weights of 0 must be multiplied by finite values.
             value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * WEIGHT_FACTOR
-            keys = keys.to(kept)
+            keys = keys.to(factor_dtype)
             if not INTERPRETED:  # where they are float32
-                latent0 = convert_fp8(latent0, kept, INTERPRETED)
-                latent1 = convert_fp8(latent1, kept, INTERPRETED)
-                latent2 = convert_fp8(latent2, kept, INTERPRETED)
-                latent3 = convert_fp8(latent3, kept, INTERPRETED)
+                latent0 = convert_fp8(latent0, factor_dtype, INTERPRETED)
+                latent1 = convert_fp8(latent1, factor_dtype, INTERPRETED)
+                latent2 = convert_fp8(latent2, factor_dtype, INTERPRETED)
+                latent3 = convert_fp8(latent3, factor_dtype, INTERPRETED)
         # Load the KV block numbers of the next tile now, so that its loads need not wait for an
         # address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
         if INTERPRETED:
             keys = keys.to(tl.float32)
-        score = tl.dot(spun, tl.trans(keys), input_precision=PRECISION)
+        score = tl.dot(query_rope, tl.trans(keys), input_precision=PRECISION)
         score0 = tl.dot(query0, tl.trans(latent0), input_precision=PRECISION)
         score1 = tl.dot(query1, tl.trans(latent1), input_precision=PRECISION)
         score2 = tl.dot(query2, tl.trans(latent2), input_precision=PRECISION)
@@ -291,7 +294,7 @@ def _attend(
         weight_sums = weight_sums * rescale[:, None] + weight
         if scales is not None:
             weight *= value_scale[None, :]
-        weight = weight.to(kept).to(latent0.dtype)
+        weight = weight.to(factor_dtype).to(latent0.dtype)
         sum0 = tl.dot(weight, latent0, sum0 * rescale[:, None], input_precision=PRECISION)
         sum1 = tl.dot(weight, latent1, sum1 * rescale[:, None], input_precision=PRECISION)
         sum2 = tl.dot(weight, latent2, sum2 * rescale[:, None], input_precision=PRECISION)
@@ -339,6 +342,7 @@ def _store(rows, exists, sum0, sum1, sum2, sum3, weights, SIZE: tl.constexpr, PA
 def _store_quarter(
     rows, exists, sums, weights, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr
 ):
+    """Store quarter INDEX of `_store`."""
     dim = INDEX * PART + tl.arange(0, PART)
     values = (sums / weights[:, None]).to(rows.dtype.element_ty)
     mask = exists[:, None] & (dim < SIZE)[None, :]

@@ -162,26 +162,34 @@ def _expanded_attention(
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one tile of queries of one head. Programs of adjacent indices share a
-    tile."""
-    tile = tiles + tl.program_id(0) // HEADS * 3
+    tile. A query has a `fixed` part, of FIXED values, and a rotated one (`rope`)."""
+    tile = tiles + tl.program_id(0) // HEADS * 3  # row, first token, remaining tokens
     head = tl.program_id(0) % HEADS
     row = tl.load(tile)
     first = tl.load(tile + 1).to(tl.int64)
     size = tl.minimum(tl.load(tile + 2), BLOCK_M)
     m = tl.arange(0, BLOCK_M)
-    fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
+    fixed_dim, rope_dim, dim = (
+        tl.arange(0, FIXED_PAD),
+        tl.arange(0, ROTATED_PAD),
+        tl.arange(0, SIZE_PAD),
+    )
     exists = (m < size)[:, None]
     source = q + (first + m) * q_stride + head * (FIXED + ROTATED)
-    fixed = tl.load(source[:, None] + fix[None, :], mask=exists & (fix < FIXED)[None, :], other=0.0)
-    turned = tl.load(
-        source[:, None] + FIXED + spin[None, :],
-        mask=exists & (spin < ROTATED)[None, :],
+    fixed = tl.load(
+        source[:, None] + fixed_dim[None, :],
+        mask=exists & (fixed_dim < FIXED)[None, :],
         other=0.0,
     )
-    kept = fixed.dtype
+    query_rope = tl.load(
+        source[:, None] + FIXED + rope_dim[None, :],
+        mask=exists & (rope_dim < ROTATED)[None, :],
+        other=0.0,
+    )
+    factor_dtype = fixed.dtype
     if INTERPRETED:  # as in `absorbed_triton._attend`
         fixed = fixed.to(tl.float32)
-        turned = turned.to(tl.float32)
+        query_rope = query_rope.to(tl.float32)
     last_seen = tl.load(positions + first + m, mask=m < size, other=0).to(tl.int32)
     # Every query of the tile attends to the keys before `common`, and none to those from `limit`
     # on.
@@ -197,15 +205,15 @@ def _expanded_attention(
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, common, BLOCK_N):
         acc, top, total = _attend_tile(
-            acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
-            scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
-            BLOCK_N, MASKED=False, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
+            acc, top, total, fixed, query_rope, factor_dtype, key_values, keys, start, last_seen,
+            limit, scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE,
+            SIZE_PAD, BLOCK_N, MASKED=False, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     for start in range(common, limit, BLOCK_N):
         acc, top, total = _attend_tile(
-            acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
-            scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
-            BLOCK_N, MASKED=True, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
+            acc, top, total, fixed, query_rope, factor_dtype, key_values, keys, start, last_seen,
+            limit, scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE,
+            SIZE_PAD, BLOCK_N, MASKED=True, PRECISION=PRECISION, INTERPRETED=INTERPRETED,
         )  # fmt: skip
     target = ((first + m) * HEADS + head) * SIZE
     result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -214,30 +222,34 @@ def _expanded_attention(
 
 @triton.jit
 def _attend_tile(
-    acc, top, total, fixed, turned, kept: tl.constexpr, key_values, keys, start, last_seen, limit,
-    scale_log2, key_stride,
+    acc, top, total, fixed, query_rope, factor_dtype: tl.constexpr, key_values, keys, start,
+    last_seen, limit, scale_log2, key_stride,
     HEADS: tl.constexpr, FIXED: tl.constexpr, FIXED_PAD: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `start` to start + BLOCK_N - 1 to the sums of a query tile. With MASKED a
     query attends only to keys up to its `last_seen` [BLOCK_M]."""
-    fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
+    fixed_dim, rope_dim, dim = (
+        tl.arange(0, FIXED_PAD),
+        tl.arange(0, ROTATED_PAD),
+        tl.arange(0, SIZE_PAD),
+    )
     n = start + tl.arange(0, BLOCK_N)
     inside = (n < limit)[:, None]
     source = key_values + (n.to(tl.int64) * (HEADS * (FIXED + SIZE)))[:, None]
-    k = tl.load(source + fix[None, :], mask=inside & (fix < FIXED)[None, :], other=0.0)
+    k = tl.load(source + fixed_dim[None, :], mask=inside & (fixed_dim < FIXED)[None, :], other=0.0)
     v = tl.load(source + FIXED + dim[None, :], mask=inside & (dim < SIZE)[None, :], other=0.0)
-    spun = tl.load(
-        keys + (n.to(tl.int64) * key_stride)[:, None] + spin[None, :],
-        mask=inside & (spin < ROTATED)[None, :],
+    key_rope = tl.load(
+        keys + (n.to(tl.int64) * key_stride)[:, None] + rope_dim[None, :],
+        mask=inside & (rope_dim < ROTATED)[None, :],
         other=0.0,
     )
     if INTERPRETED:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
-        spun = spun.to(tl.float32)
-    score = tl.dot(turned, tl.trans(spun), input_precision=PRECISION)
+        key_rope = key_rope.to(tl.float32)
+    score = tl.dot(query_rope, tl.trans(key_rope), input_precision=PRECISION)
     score = tl.dot(fixed, tl.trans(k), score, input_precision=PRECISION)
     if MASKED:
         score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
@@ -245,6 +257,6 @@ def _attend_tile(
     weight = tl.exp2(score * scale_log2 - peak[:, None])
     rescale = tl.exp2(top - peak)
     total = total * rescale + tl.sum(weight, 1)
-    weight = weight.to(kept).to(v.dtype)
+    weight = weight.to(factor_dtype).to(v.dtype)
     acc = tl.dot(weight, v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, peak, total

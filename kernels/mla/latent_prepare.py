@@ -50,11 +50,11 @@ def prepare_latent_reference(
     """`prepare_latent` in PyTorch, which does not overwrite q."""
     size, rotated = len(weight), cos_sin.shape[1]
     values, key = latent.split([size, rotated], dim=1)
-    kept = plane.dtype if scales is None else q.dtype
-    values = rms_norm_reference(values, weight, eps).to(kept)
-    fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
-    turned, key = apply_rotary(turned, key.unsqueeze(1), cos_sin)
-    key = key.squeeze(1).to(kept)
+    stored_dtype = plane.dtype if scales is None else q.dtype
+    values = rms_norm_reference(values, weight, eps).to(stored_dtype)
+    fixed, q_rope = q.split([q.shape[2] - rotated, rotated], dim=2)
+    q_rope, key = apply_rotary(q_rope, key.unsqueeze(1), cos_sin)
+    key = key.squeeze(1).to(stored_dtype)
     finite = (values.isfinite().all(-1) & key.isfinite().all(-1)).unsqueeze(-1)
     if scales is not None:
         finite &= values.abs().amax(-1, keepdim=True) <= MOST_VALUE
@@ -67,4 +67,4 @@ def prepare_latent_reference(
         # torch cannot index FP8 everywhere
         flat, stored = flat.view(torch.uint8), stored.view(torch.uint8)
     flat[slots] = stored
-    return torch.cat((fixed, turned), 2)
+    return torch.cat((fixed, q_rope), 2)

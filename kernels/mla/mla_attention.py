@@ -76,8 +76,8 @@ def latent_attention_reference(
     scales: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention` in PyTorch."""
-    fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
-    queries = torch.cat((expansion.absorb(fixed), turned), 2)
+    fixed, q_rope = q.split([q.shape[2] - rotated, rotated], dim=2)
+    queries = torch.cat((expansion.absorb(fixed), q_rope), 2)
     pages = plane.unsqueeze(0)
     # The rotated keys are weighted as if they were values too, which saves a copy of the latents.
     # Values that are not finite are only in them, and they are dropped.
@@ -120,25 +120,25 @@ def _attend_form(
     out: Tensor,
     scales: Tensor | None,
 ) -> Tensor:
+    """Compute `attend_part` of a part, or of a form of one (`in_forms`), into `out`."""
     assert meta.block_length == 1, "latent attention is causal"
     shape = (q.shape[1], q.shape[2], rotated, *plane.shape)
     if shape not in meta.plans:
         meta.plans[shape] = _make_plan(q, plane, expansion, rotated, meta)
     plan, tables = meta.plans[shape]
-    fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
+    fixed, q_rope = q.split([q.shape[2] - rotated, rotated], dim=2)
     size = plane.shape[2] - rotated
     if isinstance(plan, list):
         for tokens, expanded in plan:
-            taken = _of_slots(plane, expanded.slots, scales, q.dtype)
-            latents, keys = taken.split([size, rotated], 1)
-            if scales is not None:  # one that is not finite would harm those that do not see it
+            contexts = _of_slots(plane, expanded.slots, scales, q.dtype)
+            latents, keys = contexts.split([size, rotated], 1)
+            if scales is not None:  # a NaN would harm queries that do not see its token
                 latents = latents.nan_to_num(0.0)
-            keys_of = expansion.expand(latents), keys
-            positions = meta.positions[tokens]
-            expanded_attention(q[tokens], *keys_of, positions, scale, expanded, out[tokens])
+            key_values, positions = expansion.expand(latents), meta.positions[tokens]
+            expanded_attention(q[tokens], key_values, keys, positions, scale, expanded, out[tokens])
         return out
     queries = expansion.absorb(fixed)
-    arguments = (queries, turned, plane, meta.positions, tables, scale)
+    arguments = (queries, q_rope, plane, meta.positions, tables, scale)
     if isinstance(plan, DecodePlan):
         return expansion.values(latent_decode(*arguments, plan, meta.rules, scales), out)
     tiles, tile = plan
@@ -186,8 +186,15 @@ def _make_plan(
         plans, start = [], 0
         for rows in rows_at_once(contexts, token_bytes):
             tokens = slice(start, start := start + sum(lens[rows]))
-            some = lens[rows], contexts[rows], tables[rows]
-            sizes = block_size, key_size, expansion.value_size, q.itemsize
-            plans.append((tokens, plan_expanded(*some, *sizes)))
+            expanded = plan_expanded(
+                lens[rows],
+                contexts[rows],
+                tables[rows],
+                block_size,
+                key_size,
+                expansion.value_size,
+                q.itemsize,
+            )
+            plans.append((tokens, expanded))
         return plans, tables
     return (upload_tensor(cut_tiles(lens, tile, contexts), q.device), tile), tables

@@ -94,6 +94,7 @@ class Epilogues(NamedTuple):
 
 
 PLAIN = Epilogues()
+"""SwiGLU, without biases and adapters."""
 
 
 def gated(

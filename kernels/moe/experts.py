@@ -54,7 +54,7 @@ def grouped_mlp(
             on other ranks: all of them have the id E here, and are left out.
 
     Returns:
-        [T, H], `residual` if it was given.
+        [T, H]: `residual`, or a new tensor if that is None.
     """
     if weights.is_cuda:
         return grouped_mlp_triton(

@@ -131,7 +131,8 @@ def sum_of_slots(
     if len(x):
         parts = make_parts()
         here = (ids, num_experts) if (num_routed or num_experts) > num_experts else None
-        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
+        shared_part = None if shared is None else shared()
+        moe_combine(parts, out, here, shared_part, add=residual is not None)
     return out
 
 

@@ -56,7 +56,7 @@ def gate_up_product(
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
         x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, added, out,
-        *alignment[:-1],
+        *alignment.tensors,
         x.stride(0), slots_per_token, inner, hidden, LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu", PARTS=epilogues.parts,
         **_options(alignment, tiles, weight, hidden),
@@ -80,7 +80,7 @@ def down_product(
     hidden, inner = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
-        x, weights_operand(weight, tiles.block_n), bias, slot_weights, out, *alignment[:-1],
+        x, weights_operand(weight, tiles.block_n), bias, slot_weights, out, *alignment.tensors,
         hidden, inner, **_options(alignment, tiles, weight, inner),
     )  # fmt: skip
 
@@ -88,6 +88,7 @@ def down_product(
 def _options(
     alignment: Alignment, tiles: ProductTiles, weight: Tensor, depth: int
 ) -> dict[str, int | bool]:
+    """Return the constants and options that both kernels are compiled with. `depth` is K."""
     in_panels = are_panels(weight)
     assert not in_panels or tiles.block_k % PANEL == 0
     return {

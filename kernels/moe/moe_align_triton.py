@@ -53,6 +53,11 @@ class Alignment(NamedTuple):
     block_m: int  # the slots of a tile; an expert's last one may have fewer
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but `block_m`, in the order in which kernels take them."""
+        return self[:-1]
+
+    @property
     def most_tiles(self) -> int:
         """The number of tiles for which the products are launched."""
         return len(self.tile_experts)
@@ -84,7 +89,7 @@ def moe_align(
     if num_slots <= FEW_SLOTS and num_experts <= _FEW_EXPERTS:
         block = max(128, triton.next_power_of_2(num_slots))
         _align_expert[(num_experts,)](
-            ids, *alignment[:-1], num_slots,
+            ids, *alignment.tensors, num_slots,
             BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block, num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
         return alignment
@@ -92,7 +97,7 @@ def moe_align(
     counts, chunk_starts = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
     _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
     _add_counts[(max(chunks, triton.cdiv(max_tiles, _TILES)),)](
-        counts, chunk_starts, *alignment[1:-1], chunks, num_experts,
+        counts, chunk_starts, *alignment.tensors[1:], chunks, num_experts,
         BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
         num_warps=8,
     )  # fmt: skip

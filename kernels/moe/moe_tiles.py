@@ -42,7 +42,8 @@ FLOAT32 = MoETiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
 """For float32. The matrix units do not take it, so its operands need registers: hence small
 tiles."""
 
-# The numbers of `ProductTiles` are block_n, block_k, num_warps and num_stages.
+# The number of `MoETiles` is block_m; those of `ProductTiles` are block_n, block_k, num_warps and
+# num_stages.
 TABLE = (
     (0.7, MoETiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
     (

@@ -44,7 +44,7 @@ def persistent_down_product(
     _down_tiles[(programs,)](
         TensorDescriptor.from_tensor(x, [alignment.block_m, PANEL]),
         weights_operand(weight, tiles.block_n),
-        bias, slot_weights, out, *alignment[:-1], hidden, inner,
+        bias, slot_weights, out, *alignment.tensors, hidden, inner,
         BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=PANEL,
         INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

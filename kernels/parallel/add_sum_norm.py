@@ -56,9 +56,9 @@ def add_sum_norm(
     normed = torch.empty_like(stream)
     row_bytes = partial.shape[1] * partial.itemsize
     max_rows = max_launch_rows(len(partial), row_bytes, peers)
-    for at, rows in row_chunks(len(partial), max_rows, lane, peers):
+    for launch_lane, rows in row_chunks(len(partial), max_rows, lane, peers):
         _launch(
-            stream[rows], partial[rows], weight, normed[rows], eps, peers, at,
+            stream[rows], partial[rows], weight, normed[rows], eps, peers, launch_lane,
             adds=residual is not None,
             two_shot=sends_sums(rows.stop - rows.start, row_bytes, peers.size),
         )  # fmt: skip
@@ -84,6 +84,8 @@ def _launch(
     stream: Tensor, partial: Tensor, weight: Tensor, normed: Tensor, eps: float,
     peers: PeerMemory, lane: int, *, adds: bool, two_shot: bool,
 ) -> None:  # fmt: skip
+    """Launch the kernel for the rows `stream`, through the inboxes of `lane`. `adds`: `stream` has
+    a residual that the parts are added to; otherwise it is only written."""
     rows, size = partial.shape
     block = triton.next_power_of_2(size)
     arguments = (

@@ -118,5 +118,6 @@ def receive(
 
 @triton.jit
 def _inbox(address_ptr, start, DTYPE: tl.constexpr):
+    """Return a pointer to the inbox at byte `start` of the memory at *address_ptr."""
     inbox = (tl.load(address_ptr) + start).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(inbox, 16)  # bytes, so that a thread moves as many at once

@@ -32,12 +32,13 @@ def gather(x: Tensor, peers: PeerMemory, lane: int) -> Tensor:
     """
     out = x.new_empty((len(x), peers.size * x.shape[1]))
     max_rows = peers.inbox_bytes // (x.shape[1] * x.itemsize)
-    for at, rows in row_chunks(len(x), max_rows, lane, peers):
-        _launch(as_bits(x[rows]), as_bits(out[rows]), empty_bits(x), peers, at)
+    for launch_lane, rows in row_chunks(len(x), max_rows, lane, peers):
+        _launch(as_bits(x[rows]), as_bits(out[rows]), empty_bits(x), peers, launch_lane)
     return out
 
 
 def _launch(x: Tensor, out: Tensor, empty: int, peers: PeerMemory, lane: int) -> None:
+    """Gather the columns of x [R, C] into `out`, both as bits, through the inboxes of `lane`."""
     rows, columns = x.shape
     tasks = rows * triton.cdiv(columns, _BLOCK)
     _gather[(min(tasks, MOST_PROGRAMS),)](

@@ -63,6 +63,7 @@ def thresholds(
 
 @triton.jit
 def _load_options(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
+    """Return a row's top-k, whether that excludes any token, its top-p and its min-p."""
     top_k = tl.load(top_k_ptr + row)
     return top_k, (top_k > 0) & (top_k < vocab), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
 
@@ -72,6 +73,7 @@ def _summarise(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maxima_ptr, weights_ptr,
     stride, vocab, groups, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Each program summarises one chunk of one row; it does nothing if the row has no filter."""
     row = tl.program_id(0).to(tl.int64)
     _, limited, top_p, min_p = _load_options(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
     if limited | (top_p < 1) | (min_p > 0):
@@ -87,6 +89,8 @@ def _thresholds(
     stride, vocab, groups, listed_ptr, out_ptr,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Each program finds the threshold of one row: it lists the groups that may have tokens at the
+    threshold, and searches their members for top-k, and from there on for top-p."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     maxima_ptr += row * groups

@@ -30,9 +30,9 @@ def append_tokens_reference(
     columns = positions.unsqueeze(1) + offsets
     # An entry that must not be written gets position 0, whose token is written over itself.
     first = history[:, :1].clone()
-    counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (columns < history.shape[1])
+    is_written = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (columns < history.shape[1])
     return history.scatter_(
-        1, torch.where(counts, columns, 0), torch.where(counts, token_ids, first)
+        1, torch.where(is_written, columns, 0), torch.where(is_written, token_ids, first)
     )
 
 
@@ -60,6 +60,7 @@ def _append_tokens(
     history_ptr, tokens_ptr, counts_ptr, positions_ptr, capacity, width,
     token_stride, count_stride, position_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Each program appends the tokens of one row."""
     row = tl.program_id(0).to(tl.int64)
     history_ptr += row * capacity
     if tl.load(history_ptr) >= 0:

@@ -121,6 +121,7 @@ def _tokens(history_ptr, index, end):
 def _apply_ban(
     logits_ptr, ids_ptr, banned_ptr, vocab, width, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Each program bans the tokens of one row, and takes the ban back if no token remains."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
     if tl.load(banned_ptr + row) != 0:

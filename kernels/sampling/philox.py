@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 _LOW32 = 0xFFFFFFFF
+"""A mask of the 32 low bits."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+"""The factors of two counters in each round, from the paper on Philox (see `philox`)."""
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+"""What is added to the two words of the key from round to round, from the same paper."""
 _ROUNDS = 10
 
 

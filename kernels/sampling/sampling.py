@@ -47,15 +47,25 @@ def sample(
     excluded yields 0.
     """
     if logits.is_cuda:
-        ones = torch.ones_like(seeds, dtype=torch.float32)
-        arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
-        return sampling_triton.draw_triton(*arguments, stream=stream, draws=draws).token_ids
+        draw = sampling_triton.draw_triton(
+            logits,
+            raw=logits,
+            temperature=torch.ones_like(seeds, dtype=torch.float32),
+            threshold=None,
+            seeds=seeds,
+            positions=positions,
+            greedy=greedy,
+            processed_logprobs=None,
+            stream=stream,
+            draws=draws,
+        )
+        return draw.token_ids
     if draws is None:
         draws = torch.zeros_like(seeds)
     out = torch.empty(len(logits), dtype=torch.int64)
-    plain = greedy.nonzero().squeeze(1)
-    if len(plain):
-        out[plain] = logits[plain].argmax(-1)
+    rows = greedy.nonzero().squeeze(1)
+    if len(rows):
+        out[rows] = logits[rows].argmax(-1)
     # A token's noise does not depend on other tokens, so rows with few remaining tokens compute the
     # noise of those only.
     counts = (logits > -_INF).sum(-1)
@@ -68,11 +78,11 @@ def sample(
         out[rows] = gumbel_noise(words).add_(logits[rows]).argmax(-1)
     rows = (~greedy & sparse).nonzero().squeeze(1)
     if len(rows):
-        few = logits[rows]
+        sparse_logits = logits[rows]
         # Filler entries are column 0: it is excluded, or among the columns anyway.
-        columns, _ = _columns_of(few > -_INF)
+        columns, _ = _columns_of(sparse_logits > -_INF)
         words = philox_at(seeds[rows], positions[rows], draws[rows], stream, columns)
-        scores = gumbel_noise(words).add_(few.gather(1, columns))
+        scores = gumbel_noise(words).add_(sparse_logits.gather(1, columns))
         out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
     return out
 
@@ -137,7 +147,7 @@ def apply_penalties(
 
 
 def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """Exclude the given tokens in the rows where `banned` [R] is true, unless no token would
+    """Exclude the tokens `token_ids` in the rows where `banned` [R] is true, unless no token would
     remain.
 
     `token_ids` is [R, S] int64; ids outside the vocabulary, such as the filler -1, are ignored.
@@ -190,6 +200,7 @@ def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p
 
 
 def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
+    """Return the k-th largest logit of each row, [R], for k [R]."""
     vocab = logits.shape[1]
     k = torch.where(k > 0, k, vocab).clamp(max=vocab)
     return logits.topk(int(k.max())).values.gather(1, k.unsqueeze(1) - 1).squeeze(1)
@@ -265,4 +276,5 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _of(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the values [R] of some rows as a column, [rows, 1]."""
     return values[rows].unsqueeze(1)

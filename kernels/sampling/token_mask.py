@@ -1,7 +1,7 @@
 """Excludes from logits the tokens that a grammar does not allow. The sampler calls
 `apply_token_mask` for constrained rows.
 
-The allowed tokens are given as lines of bits. Each row of logits names its line, so rows in the
+The allowed tokens come as lines of bits. Each row of logits names its line, so rows in the
 same grammar state can share one, and rows without a constraint need none.
 """
 
@@ -99,6 +99,8 @@ def _apply_token_mask(
     logits_ptr, bits_ptr, lines_ptr, out_ptr, empty_ptr, stride, bits_stride, out_stride, vocab,
     IN_PLACE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Each program masks one chunk of one row, and writes whether the row is constrained and none
+    of the chunk's logits is above -inf."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     line = tl.load(lines_ptr + row).to(tl.int64)

@@ -72,6 +72,7 @@ def _summarise(
     stride, raw_stride, vocab, groups,
     FILTERED: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Each program summarises one chunk of one row: of its processed logits, or of the raw ones."""
     row = tl.program_id(0).to(tl.int64)
     maxima_ptr += row * groups
     weights_ptr += row * groups
@@ -101,6 +102,7 @@ def _top_logprobs(
     FILTERED: tl.constexpr, BITS: tl.constexpr, RAW_BITS: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Each program finds the tokens of one row, and stores them in order."""
     row = tl.program_id(0).to(tl.int64)
     maxima_ptr += row * groups
     weights_ptr += row * groups

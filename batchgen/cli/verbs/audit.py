@@ -16,7 +16,7 @@ from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.pipelines.proof.audit.audited_folder import Audited
+    from batchgen.pipelines.proof.audit.audited_folder import AuditResult
     from batchgen.pipelines.proof.audit.audited_job import AuditedRow
 
 _ABOUT = """\
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             remarks.add(remark)
         print(prefix + _verdict(result, len(different), seed, what))
     if args.json:
+        # A single job has the step None: its object alone, else one object by step.
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)
 
@@ -97,7 +98,7 @@ def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
+def _values(audited: AuditResult, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
     """Return the result of one audit as a JSON object."""
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
@@ -112,7 +113,7 @@ def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dic
     }
 
 
-def _verdict(audited: Audited, different: int, seed: int, what: str) -> str:
+def _verdict(audited: AuditResult, different: int, seed: int, what: str) -> str:
     """Return a sentence that says how many rows are equal, and what follows for the job's other
     rows.
 

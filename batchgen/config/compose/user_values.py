@@ -36,7 +36,7 @@ class UserValues:
         choices: group → its choice.
         experiments: the names of experiments.
         keys: full name of a key in the job file → its value.
-        whole: groups that are a class of the user's, without a choice.
+        whole: groups that are a class of the user's (`_target_`), without a choice → their keys.
         steps: the lists of steps.
         named: group → the keys that the job file or the command line sets in it.
     """
@@ -140,6 +140,7 @@ class UserValues:
             self.experiments.append(self._checked_choice(group, value, start))
             return
         self.choices[group] = self._checked_choice(group, value, start)
+        # A choice on the command line replaces what the job file sets in its group.
         self.whole.pop(group, None)
         self.keys = {key: v for key, v in self.keys.items() if key.partition(".")[0] != group}
 

@@ -74,7 +74,8 @@ def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
     form, item = type_form(hint)
     if form == "list":
         return _list(text, item, escapes)
-    if short[:1] in {"mapping": "{", "any": "{["}.get(form, "") and short:
+    brackets = {"mapping": "{", "any": "{["}.get(form, "")
+    if short and short[0] in brackets:
         return _finish(_Brackets(short).whole(), "any", escapes)
     if _QUOTED.fullmatch(short):
         return _unquoted(short)

@@ -1,4 +1,8 @@
-"""The post step `Grade`, which compares the extracted answer of a row with the row's target."""
+"""The post step `Grade`, which compares the extracted answer of a row with the row's target.
+
+With method integer, the answer "$1,000.00" and the target "1000": mark 1.0, answer_key "1000" (the
+normal form of the answer) and graded_against "1000".
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ users.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import socket
@@ -27,13 +28,14 @@ from batchgen.evals.graders.step import GradeFailure
 A = TypeVar("A")
 R = TypeVar("R")
 
+# The program of a worker, which gets the parent's import path as an argument.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from batchgen.evals.graders.grading_worker import main; main()"
 )
 _BATCH_SECONDS = 0.05
 """A worker is sent about as many items together as it finishes in this time."""
-_MOST_AT_ONCE = 64
+_MOST_AT_ONCE = 64  # items
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class WorkerPool(Generic[A, R]):
         for worker in list(self._workers):
             if worker.tasks or not waiting:
                 continue
-            share = -(-len(waiting) // self._count)
+            share = math.ceil(len(waiting) / self._count)
             count = min(worker.at_once, max(1, share), len(waiting))
             worker.tasks.extend(waiting.popleft() for _ in range(count))
             worker.sent = time.monotonic()

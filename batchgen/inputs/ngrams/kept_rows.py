@@ -1,5 +1,8 @@
-"""What the steps that remove duplicates remember of earlier rows: a hash table in memory that finds
-the numbers of rows with the same hash, and a file with their bytes, to compare them."""
+"""What the steps that remove duplicates remember of the rows that they keep.
+
+`HashTable`, in memory, finds the numbers of rows with the same hash. `SpillFile`, on disk, has the
+bytes of each row, to compare them. Both count rows from 0 in the order in which they were added.
+"""
 
 from __future__ import annotations
 

@@ -21,12 +21,11 @@ from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.evals.grades.visible_columns import VisibleColumns
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import KEYS, SAMPLE_COLUMN
 from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
 from batchgen.util.text.row_json import json_readers
 
 KEY = "sampling.until.where"
-_SAMPLE_INDEX = KEYS[1]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ValidWhere:
         names = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
         data = [name for name in schema.arrow.names if name not in names]
         grades = [column.name for column in StepChain(post).columns] if post else []
-        visible = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
+        visible = VisibleColumns(data, grades, (SAMPLE_COLUMN,))
         expression = visible.expression(KEY, until.where)
         count = _num_read(post, visible.read_by(expression).grades)
         descriptions = step_descriptions(config.post[:count], post[:count])
@@ -191,7 +190,7 @@ class Judge:
 
         graded = self._grader.grade(texts())
         judged = {
-            (row["row_index"], row[_SAMPLE_INDEX]): self._holds(row, grades)
+            (row["row_index"], row[SAMPLE_COLUMN]): self._holds(row, grades)
             for row, grades in zip(rows, graded, strict=False)
         }
         return [
@@ -206,7 +205,7 @@ class Judge:
                 self._has_warned = True
                 print(
                     f"batchgen: warning: {error} (row {row['row_id']}, sample "
-                    f"{row[_SAMPLE_INDEX]}): such samples count as not valid",
+                    f"{row[SAMPLE_COLUMN]}): such samples count as not valid",
                     file=sys.stderr,
                 )
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.launcher_config import Launched, Launcher, job_launcher
-from batchgen.storage.leases.own_files import refuse_links
+from batchgen.storage.leases.job_files import refuse_links
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 

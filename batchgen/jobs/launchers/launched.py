@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.folder_lock import FolderLock
-from batchgen.storage.leases.own_files import LOGS
+from batchgen.storage.leases.job_files import LOGS
 from batchgen.storage.leases.patience import patiently
 from batchgen.util.errors import ConfigError
 

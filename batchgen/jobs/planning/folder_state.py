@@ -25,7 +25,7 @@ from batchgen.storage.folder.refused_folder import (
     written_manifest,
 )
 from batchgen.storage.shards.enough import OUTCOME
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import KEYS, SAMPLE_COLUMN
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import READ_JOB, Manifest
 from batchgen.storage.stores.open_storage import open_storage
@@ -104,9 +104,10 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
         if until is not None:
+            # All samples of a complete row have an outcome; the row is counted by its first sample.
             known = pc.is_in(batch[OUTCOME], pa.array(["enough", "exhausted"]))
             samples += pc.sum(known).as_py() or 0
-            complete += pc.sum(pc.and_(known, pc.equal(batch[KEYS[1]], 0))).as_py() or 0
+            complete += pc.sum(pc.and_(known, pc.equal(batch[SAMPLE_COLUMN], 0))).as_py() or 0
     text = f"{path}: resumes, {rows:,}"
     if source.num_rows is not None and until is None:
         text += f" of {source.num_rows * config.sampling.n:,}"

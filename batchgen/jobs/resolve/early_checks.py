@@ -19,7 +19,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig
 from batchgen.inputs.dataset.dataset_paths import find_files, local_path
 from batchgen.inputs.tables.table_formats import table_format
-from batchgen.storage.leases.own_files import refuse_links
+from batchgen.storage.leases.job_files import refuse_links
 from batchgen.storage.stores.manifest import DifferentJob, Manifest, flat
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME

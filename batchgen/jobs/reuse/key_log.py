@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.jobs.reuse.row_key import KEY_BYTES
-from batchgen.storage.leases.own_files import KEYS
+from batchgen.storage.leases.job_files import KEYS
 from batchgen.storage.shards.output_schema import FinishedRow
 from batchgen.storage.stores.job_storage import SYNC_SECONDS, Storage
 from batchgen.util.errors import JobError

@@ -136,7 +136,9 @@ def row_request(
             num_after = max(num_after, len(choice))
         room = prompt_room(parts.max_model_len, num_after)
         prompt = parts.prompt
-        ids, images = prompt.asked(row) if with_images else (prompt.token_ids(row), [])
+        ids, images = (
+            prompt.token_ids_and_images(row) if with_images else (prompt.token_ids(row), [])
+        )
         too_long = "error" if images else config.prompt.too_long
         ids = fit_prompt(ids, room, too_long, parts.bos_id)
         return RowRequest(ids, params, answer, choices, images)

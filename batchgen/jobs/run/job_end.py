@@ -20,7 +20,7 @@ from batchgen.storage.folder.dataset_card import dataset_card
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.job_summary import JobSummary, end_table
 from batchgen.storage.folder.row_funnel import IndexFacts, num_questions
-from batchgen.storage.leases.own_files import ROW_INDEX
+from batchgen.storage.leases.job_files import ROW_INDEX
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.metrics.tally import Tally, Totals
 from batchgen.storage.shards.output_fields import CHANNEL

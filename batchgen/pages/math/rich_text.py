@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from batchgen.pages.math.mathml import MOST_CHARACTERS, mathml
-from batchgen.util.text.safe_text import GAP, SPAN, Span, kept, marked
+from batchgen.util.text.safe_text import GAP, SPAN, Span, marked, shown_ranges
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -83,7 +83,7 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
     Args:
         limit, spans: as for `safe_text.shortened`.
     """
-    ranges = kept(len(text), limit, spans)
+    ranges = shown_ranges(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
         return None
     parts, is_rich, end_of_text = [], False, 0

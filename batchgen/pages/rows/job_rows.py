@@ -24,7 +24,7 @@ from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.pages.rows.grade_columns import PREFIX, ShardGrades
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.read_shard import BATCH
-from batchgen.storage.shards.row_order import KEYS, first_key, row_keys
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN, first_key, row_keys
 from batchgen.storage.stores.manifest import Manifest
 
 _SETTLED_NS = 2 * 10**9
@@ -127,7 +127,7 @@ class JobRows:
         rest: pa.Table | None = None  # samples of the last row so far, of which more may come
         for table in self._tables(shard, columns, first_row, size):
             whole = table if rest is None else pa.concat_tables([rest, table])
-            last_row = whole[KEYS[0]][-1].as_py()
+            last_row = whole[ROW_COLUMN][-1].as_py()
             cut = int(np.searchsorted(row_keys(whole), first_key(last_row)))
             rest = whole.slice(cut)
             if cut:
@@ -144,9 +144,9 @@ class JobRows:
         while todo:
             shard = todo[0] // per_shard
             for table in self.whole_rows(shard, columns, first_row=todo[0]):
-                last = int(table[KEYS[0]][-1].as_py())
+                last = int(table[ROW_COLUMN][-1].as_py())
                 wanted = [row for row in todo if row <= last]
-                matching = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
+                matching = table.filter(pc.is_in(table[ROW_COLUMN], pa.array(wanted, pa.int64())))
                 for row, start, stop in runs(matching):
                     yield row, matching.slice(start, stop - start)
                 todo = todo[len(wanted) :]
@@ -197,7 +197,7 @@ class JobRows:
 
 def starts(table: pa.Table) -> npt.NDArray[np.int64]:
     """Return where the samples of each input row begin in a table of `whole_rows`."""
-    rows = np.asarray(table[KEYS[0]])
+    rows = np.asarray(table[ROW_COLUMN])
     is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]  # [: 0] for an empty table
     return np.flatnonzero(is_first)
 
@@ -205,7 +205,7 @@ def starts(table: pa.Table) -> npt.NDArray[np.int64]:
 def runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
     """Yield (row index, start, stop) for each input row in a table of `whole_rows`: its samples are
     the rows `start` to `stop` - 1 of the table."""
-    rows = np.asarray(table[KEYS[0]])
+    rows = np.asarray(table[ROW_COLUMN])
     for start, stop in pairwise([*starts(table).tolist(), len(rows)]):
         yield int(rows[start]), start, stop
 

@@ -38,7 +38,9 @@ class JobView:
         self.ids = RowIds(self.rows)
         self.rankings = Rankings(self.rows)
         self._lock = Lock()
+        # None before the first use; then a tuple of one, in which None means: no tokenizer here.
         self._decode: tuple[Decode | None] | None = None
+        # (time of change and size of config.yaml, its content)
         self._config: tuple[tuple[int, int], dict[str, Any]] | None = None
 
     @property
@@ -59,10 +61,11 @@ class JobView:
         except FileNotFoundError:
             return {}
         stamp = stat.st_mtime_ns, stat.st_size
-        cached = self._config
-        if cached is None or cached[0] != stamp:
-            cached = self._config = stamp, self.rows.reader.config
-        return cached[1]
+        cached_stamp, config = self._config or (None, {})
+        if cached_stamp != stamp:
+            config = self.rows.reader.config
+            self._config = stamp, config
+        return config
 
     @property
     def config_text(self) -> str:
@@ -99,7 +102,7 @@ class JobView:
         return name if schema is not None and name in schema.names else ""
 
     @property
-    def asked(self) -> list[str]:
+    def prompt_columns(self) -> list[str]:
         """The columns that the prompt uses; all input columns if it names none."""
         schema = self.rows.row_schema
         return [] if schema is None else RowColumns(self.config, schema).asked

@@ -19,7 +19,7 @@ from batchgen.util.text.row_json import plain_text
 PER_PAGE = 50
 _SHOWN = ("row_id", "finish_reason", "error", "num_generated_tokens")
 _GRADES_SHOWN = ("mark", "answer", "answer_key", "graded_against", "grade_error")
-_ASKED = 240  # the most characters that are shown of a prompt column
+_MOST_SHOWN = 240  # the most that are shown of a prompt column
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def row_lines(
         StillSearching: finding the rows in the other job takes too long for one request.
     """
     first, *others = jobs
-    questions = first.asked
+    questions = first.prompt_columns
     tables = search.rows(list(hits), [*questions, *_columns(first)])
     samples_of = {row: [first.samples(table)] for row, table in tables.items()}
     for other in others:
@@ -111,7 +111,7 @@ def _columns(job: JobView) -> list[str]:
 
 
 def _texts(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    return {n: beginning(plain_text(row[n]), _ASKED) for n in names if row[n] is not None}
+    return {n: beginning(plain_text(row[n]), _MOST_SHOWN) for n in names if row[n] is not None}
 
 
 def list_values(

@@ -86,7 +86,7 @@ def step_proof(reader: JobFolderReader) -> StepProof:
         rows=file_digests.rows,
         shards=len(file_digests.files),
         root=file_digests.root.hex(),
-        dataset=digests[-1] if digests else None,
+        dataset=digests[-1] if digests else None,  # the last one covers all rows
         dataset_rows=manifest.growing.get(ROWS),
         grades=None if file_digests.grades is None else file_digests.grades.hex(),
     )

@@ -6,7 +6,7 @@ A lock file may come from a stranger, so paths in it are read only after the use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ _ENDS = ("path", "_file", "_model", "_root")
 _ADAPTERS = "model.lora"
 """The key of LoRA adapters: a path, a list of paths, or name → path."""
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
+"""The endings of files that a step of `rows` can read."""
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
+"""The options of a constraint whose value is either a path or the text of a schema or grammar."""
 _TEXT = ("{", "::=")
 """Strings that occur in a schema or grammar and not in a path."""
 
@@ -157,7 +159,9 @@ def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _places(group_values, group, _is_place)
 
 
-def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
+def _places(
+    value: Any, key: str, is_place: Callable[[str, str], bool]
+) -> Iterator[tuple[str, str]]:
     """Yield (key, path) for each path in a value, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():

@@ -157,7 +157,7 @@ def lock_step(
         elif group:
             kept[name] = group
     short = {
-        name: _set(group) if isinstance(group, dict) else group for name, group in kept.items()
+        name: _set_keys(group) if isinstance(group, dict) else group for name, group in kept.items()
     }
     if _composed(short) != _composed(kept):
         short = kept
@@ -172,7 +172,7 @@ def lock_step(
     return values
 
 
-def _set(group: Mapping[str, Any]) -> dict[str, Any]:
+def _set_keys(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if value is not None}
 
 

@@ -155,7 +155,7 @@ class _Pass:
     def __init__(self, number: int, job: FinishedRows, choice: SelectionRequest) -> None:
         self._number, self._job = number, job
         expressions = {name: getattr(choice, name) for name in ("where", "best", "dedupe", "by")}
-        self._of = {
+        self._of = {  # option → its expression
             key: job.columns.expression(f"--{key}", source)
             for key, source in expressions.items()
             if source is not None
@@ -173,20 +173,20 @@ class _Pass:
             for row in self._passed():
                 self._add(kept, row)
             return
-        best: tuple[Any, float, LocatedRow] | None = None
+        best_row: LocatedRow | None = None  # of the current group
+        best_value, best_group = -math.inf, None
         for row in self._passed():
             value = number_value(self._of["best"], row)
             if value is None:
                 continue
             group = self._group(row)
-            if best is None or best[0] != group:
-                if best is not None:
-                    self._add(kept, best[2])
-                best = group, value, row
-            elif value > best[1]:
-                best = group, value, row
-        if best is not None:
-            self._add(kept, best[2])
+            if best_row is not None and group != best_group:
+                self._add(kept, best_row)
+                best_row = None
+            if best_row is None or value > best_value:
+                best_row, best_value, best_group = row, value, group
+        if best_row is not None:
+            self._add(kept, best_row)
 
     def _passed(self) -> Iterator[LocatedRow]:
         """Yield the rows without an error that pass `where`."""

@@ -118,9 +118,9 @@ class ShardWriter:
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self._data, self._schema = folder / "data", schema
-        self._waiting: list[pa.Table] = []
+        self._waiting: list[pa.Table] = []  # the rows of the next row group
         self._writer: pq.ParquetWriter | None = None
-        self._shard, self._in_shard = 0, 0
+        self._shard, self._in_shard = 0, 0  # the number of the shard, and its rows so far
         self.rows = 0
 
     def add(self, table: pa.Table) -> None:

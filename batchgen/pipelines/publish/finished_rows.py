@@ -18,7 +18,7 @@ from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
 from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
-from batchgen.storage.leases.own_files import refuse_links
+from batchgen.storage.leases.job_files import refuse_links
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
@@ -177,7 +177,8 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)
-    if facts.get("digest", digest := set_digest(whole)) != digest:
+    digest = set_digest(whole)
+    if facts.get("digest", digest) != digest:  # a set may have no digest
         raise JobError(
             f"{user_path}: its rows differ from those that were written, as {SET_FILE} lists "
             "them; make the set again in another folder"

@@ -16,8 +16,8 @@ from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.folder.step_folders import step_folder
+from batchgen.storage.leases.job_files import MANIFEST, ROW_INDEX, ROWS
 from batchgen.storage.leases.lease_files import DATA
-from batchgen.storage.leases.own_files import MANIFEST, ROW_INDEX, ROWS
 from batchgen.storage.shards.checked_file import CheckedFile
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.manifest import Manifest

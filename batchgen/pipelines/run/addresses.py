@@ -21,7 +21,7 @@ from batchgen.pipelines.run.pipeline import PipelineStep
 from batchgen.storage.folder.pipeline_record import Version
 from batchgen.util.fingerprint import fingerprint_text
 
-_LENGTH = 10
+_LENGTH = 10  # characters of an address
 Prints = Mapping[str, str]
 """Name → fingerprint of the models of a step, and of files that belong to the models."""
 
@@ -41,8 +41,13 @@ def addresses(
     """
     results: dict[str, tuple[str, Version]] = {}
     for name, step in steps.items():
-        parents = {other: results[other][0] for other in step.reads}
-        inputs = [[other, at, _decides_answers(steps[other])] for other, at in parents.items()]
+        parents = {}  # name of a step that this one reads → its address
+        for parent in step.reads:
+            parents[parent], _ = results[parent]
+        inputs = [
+            [parent, address, _decides_answers(steps[parent])]
+            for parent, address in parents.items()
+        ]
         base = _digest([_decides_rows(step, prints[name]), inputs])
         number = edition(name, base)
         address = _digest([base, number]) if number else base

@@ -1,8 +1,9 @@
 """The key `judge` of a pipeline's step: a model that judges the answers of another step.
 
 `judge_values` replaces `judge` by keys of a job: the prompt of the judge, the constraint on its
-output, and the `post` steps that read the output. Keys that the step sets itself take precedence;
-`--cfg job` prints the result.
+output, and the `post` steps that read the output. For example, `judge: {template: simpleqa}` stands
+for a prompt that asks for A, B or C, a constraint to these letters, and a step that turns A into
+mark 1. Keys that the step sets itself take precedence; `--cfg job` prints the result.
 """
 
 from __future__ import annotations

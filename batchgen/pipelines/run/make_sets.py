@@ -35,8 +35,8 @@ from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.written_sets import Export, export_settings
 from batchgen.storage.folder.export_record import (
     EXPORTS,
+    ExportEntry,
     ExportRecord,
-    MadeExport,
     content_digest,
 )
 from batchgen.storage.stores.whole_file import publish_file
@@ -75,16 +75,18 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
     new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in ("new", "old"))
     if old.is_dir():
         shutil.rmtree(old)
-    current = record.own_digest(one.out)
+    current = record.current_digest(one.out)
+    # The first of the recorded digests is that of the export itself.
     if previous is not None and previous.request == request and previous.digests[:1] == (current,):
         return f"{path}: already has these rows"
     try:
         exported = _write(one, rows, path, new)
         digest = content_digest(new)
         assert digest is not None
+        # Until the new file has its name, the old one is the pipeline's as well.
         digests = (digest,) if current is None else (digest, current)
         of = source.rpartition("/")[2]
-        record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
+        record.write(one.out, ExportEntry(request, digests, of, export_settings(one)))
         if path.is_dir():
             path.rename(old)
         publish_file(new, path)
@@ -99,7 +101,7 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
 def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
     """Write an export to the path `new`. Its format follows from the name of `path`."""
     if one.to is not None:
-        return export_for(rows, one.asked(), path, at=new)
+        return export_for(rows, one.request(), path, at=new)
     options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
     return Exported(export_text(rows.user_path, path, at=new, **options), {})
 
@@ -156,7 +158,7 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
         return
     record = ExportRecord.read(Path(opened.pipeline.out) / EXPORTS)
     for one in exports:
-        record.own_digest(one.out)
+        record.current_digest(one.out)
     promised = _promised_rows(opened)
     for one in exports:
         if (rows := promised.get(one.step)) is None:
@@ -166,7 +168,7 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
                 columns, where = (one.options.get(key) for key in ("columns", "where"))
                 export_columns(rows, export_format(Path(one.out)), columns, where)
             else:
-                lines_of(rows, one.asked(), Path(one.out))
+                lines_of(rows, one.request(), Path(one.out))
         except ConfigError as error:
             raise ConfigError(f"export {one.out}: {str(error).replace('--', '')}") from None
 

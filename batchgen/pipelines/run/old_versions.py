@@ -10,7 +10,7 @@ from batchgen.storage.folder.pipeline_record import RECORD, PipelineRecord, step
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import locked_record, read_record
 from batchgen.storage.leases.folder_lock import FolderLock
-from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, OWN
+from batchgen.storage.leases.job_files import JOB_FILES, LOCK, LOCKS, LOGS, MANIFEST
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError
@@ -71,7 +71,9 @@ class OldVersions:
         """
         with closing(open_storage(version.folder, WorkersConfig())) as storage:
             with _lock(storage):
-                for name in (*OWN[:-1], LOGS, LOCKS, MANIFEST, LOCK):
+                # The manifest is the last of JOB_FILES. It goes after the logs, so that `found`
+                # still returns a folder that was deleted in part.
+                for name in (*JOB_FILES[:-1], LOGS, LOCKS, MANIFEST, LOCK):
                     storage.delete(storage.path / name)
             if storage.in_place:
                 with suppress(OSError):  # the folder has other files

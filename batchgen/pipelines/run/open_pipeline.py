@@ -29,7 +29,7 @@ from batchgen.storage.folder.pipeline_record import (
     step_folder_name,
 )
 from batchgen.storage.folder.step_folders import locked_record, read_record, refuse_linked
-from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -54,6 +54,7 @@ class OpenPipeline:
         if self._storage.in_place and self._storage.path.is_dir():
             refuse_linked(self._storage.path)
         self._before = read_record(self._storage) or PipelineRecord()
+        # (step, base address) → the edition that this process has begun, see `new_edition`
         self._newer: dict[tuple[str, str], int] = {}
         self.record = self._settled()
 

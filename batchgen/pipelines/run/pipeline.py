@@ -90,9 +90,10 @@ class PipelineStep:
         if self.waits:
             groups[AFTER] = COMPLETE
         for index, name in self.tables.items():
-            (short,) = [key for key in groups["rows"][index] if key != "_target_"][:1]
             options = groups["rows"][index]
-            options = options[short] if isinstance(options.get(short), dict) else options
+            short = next(key for key in options if key != "_target_")
+            if isinstance(options.get(short), dict):  # {Join: {…}}, a step by its short name
+                options = options[short]
             del options[_PATH]
             options[FROM] = name
         return groups

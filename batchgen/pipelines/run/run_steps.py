@@ -80,9 +80,9 @@ class _Run:
     def __init__(self, opened: OpenPipeline) -> None:
         self._opened = opened
         self._groups = StepGroups(opened)
-        self._results: dict[str, JobResult] = {}
-        self._known: dict[str, OpenedJob] = {}
-        self._promised: dict[str, Promise] = {}
+        self._results: dict[str, JobResult] = {}  # of steps that have ended
+        self._known: dict[str, OpenedJob] = {}  # the steps opened so far
+        self._promised: dict[str, Promise] = {}  # folder → what its readers know before it has rows
 
     def all(self) -> list[JobResult]:
         """Run all steps, and return how each ended; see `run_pipeline_steps`."""

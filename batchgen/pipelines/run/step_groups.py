@@ -94,7 +94,8 @@ class StepGroups:
                 return math.inf
             rows = int(rows) * runs_of_row(asdict(manifest))
             leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
-            begun = {lease[0] for lease in leases if lease is not None and lease[0] >= 0}
+            # Leases of numbers below 0 are not for shards.
+            begun = {shard for shard, _, _ in filter(None, leases) if shard >= 0}
             finished = shard_files(storage.path / DATA, names_in(storage, DATA))
             shards = -(-int(rows) // config.output.rows_per_shard)
             return max(0, shards - len(begun | set(finished)))

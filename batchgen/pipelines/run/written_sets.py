@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.config_keys import nearest
 from batchgen.pipelines.run.pipeline_values import EXPORT, FROM, PUSH, PipelineValues
-from batchgen.storage.folder.export_record import EXPORTS, MADE
+from batchgen.storage.folder.export_record import EXPORTS, RECORD_FILE
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
@@ -45,7 +45,7 @@ class Export:
         to = {} if self.to is None else {"to": self.to}
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
-    def asked(self) -> ExportRequest:
+    def request(self) -> ExportRequest:
         """Return the request for a trainer's format. Raises ConfigError for options that do not fit
         the format."""
         from batchgen.pipelines.publish.trainers.trainer_rows import (
@@ -92,7 +92,7 @@ def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Expor
             )
         if export.to is not None:
             try:
-                export.asked()
+                export.request()
             except ConfigError as error:
                 raise ConfigError(f"{start}{str(error).replace('--', '')}") from None
     return exports
@@ -120,7 +120,7 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
             raise ConfigError(f"{start}there is no option {name!r} here: {hint}")
     suffix = ".parquet" if to in _BYTES else ".jsonl"
     out = options.pop("out", f"{step}{'' if to is None else f'.{to}'}{suffix}")
-    if not isinstance(out, str) or not _OUT.fullmatch(out) or out == MADE:
+    if not isinstance(out, str) or not _OUT.fullmatch(out) or out == RECORD_FILE:
         raise ConfigError(
             f"{start}out must be the name of a file in the folder {EXPORTS}, without a path, got "
             f"{out!r}"

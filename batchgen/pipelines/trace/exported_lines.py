@@ -26,7 +26,7 @@ from batchgen.pipelines.publish.row_values import rows_where
 from batchgen.pipelines.publish.trainers.export_files import JSON_NAMES
 from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
 from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
-from batchgen.pipelines.publish.trainers.trainer_export import TOLD
+from batchgen.pipelines.publish.trainers.trainer_export import EXPORT_KEY
 from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.pipelines.trace.traced import TracedLine
 from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
@@ -56,7 +56,7 @@ class ExportRecipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def asked(self) -> ExportRequest:
+    def request(self) -> ExportRequest:
         """The request for a trainer's format."""
         names = {field.name for field in fields(ExportRequest)} - {"to"}
         assert self.to is not None
@@ -78,7 +78,8 @@ class Origin:
     sample: int | None
 
 
-Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
+_FindOrigins = Callable[[], list[Origin]]
+Line = tuple[Mapping[str, Any], _FindOrigins]
 """A line that was made again, and a function that returns the rows from which it was made."""
 
 
@@ -108,13 +109,15 @@ def exported_line(
     rows, text = open_rows(folder), json_text(content)
     if recipe is None:
         return TracedLine(user_path, line, content), _of_columns(rows, content, user_path, line)
-    exact, others = list[Line](), list[Line]()
-    for number, pair in enumerate(_lines(rows, recipe, path), start=1):
-        if json_text(dict(pair[0])) == text:
+    # The line with the same number is the right one. If the order has changed, the only equal line
+    # is; two of them are kept, to see that there are several.
+    exact, others = list[_FindOrigins](), list[_FindOrigins]()
+    for number, (made_again, find_origins) in enumerate(_lines(rows, recipe, path), start=1):
+        if json_text(dict(made_again)) == text:
             if number == line:
-                exact = [pair]
+                exact = [find_origins]
                 break
-            others = [*others[:1], pair]
+            others = [*others[:1], find_origins]
     matches = exact or others
     if not matches:
         raise ConfigError(
@@ -126,7 +129,8 @@ def exported_line(
             f"{user_path}, line {line}: several rows of {rows.user_path} give this line, and the "
             "order of the file has changed since it was written, so the right one is unknown"
         )
-    return TracedLine(user_path, line, content), matches[0][1]()
+    (find_origins,) = matches
+    return TracedLine(user_path, line, content), find_origins()
 
 
 def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def _recipe(path: Path) -> ExportRecipe | None:
         of = [one["path"] for one in facts["jobs"]]
         return ExportRecipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
-        stored = (read_schema(path).metadata or {}).get(TOLD)
+        stored = (read_schema(path).metadata or {}).get(EXPORT_KEY)
         if stored is not None:
             values = json.loads(stored)
             return ExportRecipe(values["of"], values["asked"]["to"], values["asked"])
@@ -197,7 +201,7 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
         for line in OpenAILines(rows, where, recipe.options.get("reasoning")):
             yield line, _origins(rows, {_ROW: line["custom_id"], _SAMPLE: None})
         return
-    request = recipe.asked
+    request = recipe.request
     lines = TokenRows(rows, request) if request.to in TOKEN_FORMATS else TrainerRows(rows, request)
     is_json = path.name.endswith(JSON_NAMES)
     for exported in lines:

@@ -18,10 +18,10 @@ from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
 from batchgen.pipelines.trace.source_places import jobs_at, source_place
-from batchgen.pipelines.trace.traced import DropReason, Trace, TracedAnswers, TracedSource
+from batchgen.pipelines.trace.traced import DropReason, Trace, TracedAnswers
 from batchgen.storage.folder.open_folder import open_job_reader
-from batchgen.storage.leases.own_files import ROWS
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.leases.job_files import ROWS
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN, SAMPLE_COLUMN
 from batchgen.storage.shards.shard_files import read_columns, shard_path
 from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
@@ -64,7 +64,7 @@ class JobTraces:
             raise ConfigError(
                 f"{self.user_path}: a chain of more than {_MOST_JOBS} jobs is not followed"
             )
-        rows = [row for row in self._rows(row_id) if sample in (None, row[KEYS[1]])]
+        rows = [row for row in self._rows(row_id) if sample in (None, row[SAMPLE_COLUMN])]
         if not rows:
             self._add_dropped(trace, row_id)
             return
@@ -88,11 +88,11 @@ class JobTraces:
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add the rows from which a row was made."""
         if self._dataset.get("kind") != "job":
-            index = self._data_index(int(row[KEYS[0]]))
-            trace.origins.append(TracedSource(*source_place(self._dataset, index)))
+            index = self._data_index(int(row[ROW_COLUMN]))
+            trace.origins.append(source_place(self._dataset, index))
             return
         source = row.get("source")
-        if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
+        if not isinstance(source, dict) or not {"row_id", SAMPLE_COLUMN} <= source.keys():
             raise ConfigError(f"{self.user_path}: its rows do not say what they were made from")
         for job, row_id in self._upstream(str(source["row_id"])):
             JobTraces(job).add(trace, row_id, source["sample_index"])
@@ -124,8 +124,8 @@ class JobTraces:
         first = 0
         for number, part in enumerate(facts.parts):
             if row_index < first + part.rows:
-                table = self._index_file(f"part-{number:05d}.parquet", [KEYS[0]])
-                return int(table[KEYS[0]][row_index - first].as_py())
+                table = self._index_file(f"part-{number:05d}.parquet", [ROW_COLUMN])
+                return int(table[ROW_COLUMN][row_index - first].as_py())
             first += part.rows
         return row_index
 
@@ -141,7 +141,7 @@ class JobTraces:
         """Return the grades of a sample; empty if it has none."""
         reader = self.reader
         rows_per_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
-        path = shard_path(reader.path / GRADES, int(row[KEYS[0]]) // rows_per_shard)
+        path = shard_path(reader.path / GRADES, int(row[ROW_COLUMN]) // rows_per_shard)
         if not reader.storage.exists(path):
             return {}
         source = reader.storage.parquet(path)
@@ -207,7 +207,7 @@ class JobTraces:
                 continue
             for job, above in self._upstream(of_row):
                 reader = open_job_reader(job)
-                rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
+                rows = [r for r in reader.find(above) if sample in ("", str(r[SAMPLE_COLUMN]))]
                 if rows:
                     by, why = self._choice(job, rows)
                     return DropReason(self.user_path, ancestor, by, why)
@@ -238,11 +238,11 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
     opened = open_rows(job)
     expression = opened.columns.expression("where", where)
     wanted = opened.columns.read_by(expression) | opened.columns.named([*KEYS])
-    keys = {(row[KEYS[0]], row[KEYS[1]]) for row in rows}
+    keys = {(row[ROW_COLUMN], row[SAMPLE_COLUMN]) for row in rows}
     reasons: list[str] = []
     for row in _rows_of(opened, wanted, keys):
         try:
-            if expression.value(row.variables, str(rows[0]["row_id"]), row.variables[KEYS[0]]):
+            if expression.value(row.variables, str(rows[0]["row_id"]), row.variables[ROW_COLUMN]):
                 return None
         except ExpressionFailed as error:
             return str(error)
@@ -255,7 +255,7 @@ def _rows_of(rows: FinishedRows, wanted: Any, keys: set[tuple[Any, Any]]) -> Ite
     """Yield the rows with these keys (row index, sample index)."""
     remaining = set(keys)
     for row in rows.rows(wanted):
-        key = row.variables[KEYS[0]], row.variables[KEYS[1]]
+        key = row.variables[ROW_COLUMN], row.variables[SAMPLE_COLUMN]
         if key in remaining:
             remaining.discard(key)
             yield row

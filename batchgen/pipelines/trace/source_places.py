@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.pipelines.trace.traced import TracedSource
 from batchgen.storage.folder.pipeline_record import step_of
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
@@ -20,27 +21,26 @@ from batchgen.util.paths import is_url, user_path
 _LINES = (".jsonl", ".jsonl.gz")
 
 
-def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
+def source_place(dataset: Mapping[str, Any], index: int) -> TracedSource:
     """Locate a row of a data set, by its index.
 
-    Returns:
-        The fields of `TracedSource`: the data set, the index in it, the file, and the index in the
-            file. The last two are None if unknown.
+    Args:
+        dataset: the group `dataset` of a job's configuration.
     """
     text = str(dataset.get("path") or dataset.get("kind"))
     if split := dataset.get("split"):
         text += f", split {split}"
     if dataset.get("kind") != "files" or dataset.get("path") in (None, "-"):
-        return text, index, None, None
+        return TracedSource(text, index)
     first = 0
     for file in _files(str(dataset["path"])):
         rows = _count(file)
         if rows is None:
-            return text, index, None, None
+            break
         if index < first + rows:
-            return text, index, str(file), index - first
+            return TracedSource(text, index, str(file), index - first)
         first += rows
-    return text, index, None, None
+    return TracedSource(text, index)
 
 
 def _files(path: str) -> list[Path]:

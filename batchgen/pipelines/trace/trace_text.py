@@ -9,16 +9,17 @@ from typing import Any
 from batchgen.pages.rows.printed_rows import RowText, terminal_width
 from batchgen.pipelines.trace.traced import (
     DropReason,
-    Found,
     Trace,
     TracedAnswers,
     TracedInSet,
     TracedLine,
     TracedSource,
+    TraceItem,
 )
 from batchgen.util.shorten import wrapped
 from batchgen.util.text.row_json import plain_text
 
+# Columns that `RowText` shows in the heading of a row, or not at all.
 _APART = ("row_id", "row_index", "sample_index", "finish_reason", "num_generated_tokens")
 _KINDS = {
     TracedLine: "line",
@@ -29,7 +30,9 @@ _KINDS = {
 }
 _PLACES = ("_start", "_end")
 """The suffixes of grade columns that hold positions in the text."""
-_INDENT, _LABEL, _LINES = "  ", 24, 3
+_INDENT = "  "
+_LABEL = 24  # characters of the longest name that texts are aligned after
+_LINES = 3  # of a text that is cut
 
 
 def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
@@ -40,7 +43,7 @@ def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
         yield from _lines(origin, whole)
 
 
-def _lines(origin: Found, whole: bool) -> Iterator[str]:
+def _lines(origin: TraceItem, whole: bool) -> Iterator[str]:
     match origin:
         case TracedLine():
             yield f"{origin.file}, line {origin.line}"

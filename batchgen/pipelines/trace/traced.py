@@ -77,7 +77,7 @@ class DropReason:
     reason: str
 
 
-Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
+TraceItem = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Trace:
     """A trace: the items from the requested row back to the data set, or to the reason why the row
     is missing."""
 
-    origins: list[Found] = field(default_factory=list)
+    origins: list[TraceItem] = field(default_factory=list)
 
     @property
     def is_there(self) -> bool:

@@ -80,8 +80,8 @@ def write_costs(storage: Storage, path: Path, costs: Mapping[tuple[int, int], fl
     Raises:
         OSError, JobError: the file cannot be written, or its folder is gone.
     """
-    keys = sorted(costs)
-    columns = [[key[0] for key in keys], [key[1] for key in keys], [costs[key] for key in keys]]
+    rows = [(row, sample, seconds) for (row, sample), seconds in sorted(costs.items())]
+    columns = zip(*rows, strict=True) if rows else ([], [], [])  # those of SCHEMA
     arrays = [pa.array(values, f.type) for values, f in zip(columns, SCHEMA, strict=True)]
     with whole_file(path) as temporary:
         pq.write_table(pa.table(arrays, schema=SCHEMA), temporary, compression="zstd")

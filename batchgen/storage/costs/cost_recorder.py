@@ -27,7 +27,7 @@ class CostRecorder:
         """Make the folder `cost`; the job's folder must exist."""
         self._storage, self._worker = storage, worker
         self._rows_per_shard = rows_per_shard
-        self._known: dict[int, Costs] = {}
+        self._known: dict[int, Costs] = {}  # by shard
         self._changed: set[int] = set()
         self._saved = time.monotonic()
         self.seconds = 0.0
@@ -38,7 +38,7 @@ class CostRecorder:
         the row."""
         for request_id, seconds in costs:
             assert isinstance(request_id, RequestId)
-            _, row, sample, _ = request_id
+            row, sample = request_id.row, request_id.sample
             shard = row // self._rows_per_shard
             if shard not in self._known:
                 self._known[shard] = self._on_disk(shard)

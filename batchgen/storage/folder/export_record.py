@@ -19,7 +19,7 @@ from batchgen.storage.folder.pipeline_record import step_of
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.errors import ConfigError, JobError
 
-EXPORTS, MADE = "export", "exports.json"
+EXPORTS, RECORD_FILE = "export", "exports.json"
 """The folder of a pipeline's exports, and the name of the record in it."""
 FORMAT_VERSION = 2
 _OLDEST = 1
@@ -27,7 +27,7 @@ _OLDEST = 1
 
 
 @dataclass(frozen=True)
-class MadeExport:
+class ExportEntry:
     """The record of one export.
 
     Attributes:
@@ -43,7 +43,7 @@ class MadeExport:
     of: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def is_own(self, digest: str) -> bool:
+    def was_written(self, digest: str) -> bool:
         """Whether the pipeline has written a file with this digest."""
         return digest in self.digests or not self.digests
 
@@ -58,7 +58,7 @@ class ExportRecord:
     """
 
     folder: Path
-    exports: dict[str, MadeExport]
+    exports: dict[str, ExportEntry]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -67,12 +67,12 @@ class ExportRecord:
         Raises:
             JobError: the record is damaged or of another version.
         """
-        path = folder / MADE
+        path = folder / RECORD_FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             version = values.pop("format_version", _OLDEST)
             if version == _OLDEST:
-                return cls(folder, {str(k): MadeExport(str(v)) for k, v in values.items()})
+                return cls(folder, {str(k): ExportEntry(str(v)) for k, v in values.items()})
             if version != FORMAT_VERSION:
                 raise ValueError(f"format version {version}")
             return cls(folder, {name: _export(value) for name, value in values["exports"].items()})
@@ -84,7 +84,7 @@ class ExportRecord:
                 "folder away, and run the pipeline again, which writes the exports again"
             ) from None
 
-    def own_digest(self, name: str) -> str | None:
+    def current_digest(self, name: str) -> str | None:
         """The present digest of an export; None if it is missing or is an empty file, and so may be
         written.
 
@@ -97,34 +97,35 @@ class ExportRecord:
         if path.is_file() and not path.stat().st_size:
             return None
         digest = content_digest(path)
-        if digest is not None and (known is None or not known.is_own(digest)):
+        if digest is not None and (known is None or not known.was_written(digest)):
             raise ConfigError(
                 f"export: {path} exists already and was not written by this pipeline: move it "
                 "away, or give the export another `out`"
             )
         return digest
 
-    def write(self, name: str, export: MadeExport) -> None:
+    def write(self, name: str, export: ExportEntry) -> None:
         """Record an export under its name."""
         self.exports[name] = export
         exports = {name: asdict(export) for name, export in self.exports.items()}
         values = {"format_version": FORMAT_VERSION, "exports": exports}
-        write_atomic(self.folder / MADE, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        write_atomic(self.folder / RECORD_FILE, text)
 
 
-def _export(values: Mapping[str, Any]) -> MadeExport:
+def _export(values: Mapping[str, Any]) -> ExportEntry:
     """The record of one export from its JSON.
 
     Raises:
         TypeError: a value is of a wrong type.
     """
-    export = MadeExport(**values)
+    export = ExportEntry(**values)
     texts = [export.request, export.of, *export.digests]
     if not export.digests or not all(isinstance(text, str) for text in texts):
         raise TypeError("a digest is not a text")
     if not isinstance(export.settings, dict) or step_of(export.of) is None:
         raise TypeError(f"{export.of!r} is not a step's folder, or it has no settings")
-    return MadeExport(export.request, tuple(export.digests), export.of, export.settings)
+    return ExportEntry(export.request, tuple(export.digests), export.of, export.settings)
 
 
 def content_digest(path: Path) -> str | None:

@@ -12,8 +12,8 @@ from batchgen.storage.folder.refused_folder import (
     unusable,
     written_manifest,
 )
+from batchgen.storage.leases.job_files import JOB_FILES, MANIFEST, OF_WORKERS
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
-from batchgen.storage.leases.own_files import MANIFEST, OF_WORKERS, OWN
 from batchgen.storage.shards.journal import attempts_in
 from batchgen.storage.stores.folder_storage import FolderStorage, names_in
 from batchgen.storage.stores.job_storage import Storage
@@ -152,11 +152,11 @@ class JobFolder:
         This is called before the first row of the grown job is written.
         """
         if self._follows:
-            self.settle(self._asked)
-        if changed := [*self.manifest.grown(self._asked), *more]:
-            manifest, digests = self._asked, self.manifest.row_digests
+            self.settle(self._requested)
+        if changed := [*self.manifest.grown(self._requested), *more]:
+            manifest, digests = self._requested, self.manifest.row_digests
             if manifest.growing.get(ROWS) != self.manifest.growing.get(ROWS):
-                digests = self._digests()
+                digests = self._digests_of_requested()
             manifest = replace(manifest, row_digests=digests)
             self.update(self.manifest.goes_on(manifest, changed, rows))
 
@@ -193,37 +193,32 @@ class JobFolder:
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         """Prepare the folder for this job, which is its only user; return whether the job is new
         there."""
-        self._asked = manifest
+        self._requested = manifest
         self.confirm()
         self.least_worker = self._least_worker()
         for name in OF_WORKERS:  # all of these workers have ended
             with contextlib.suppress(OSError):
                 self.storage.delete(self.path / name)
         # An object store has no temporary files, because objects appear as a whole.
-        delete_temporaries(self.path, OWN)
+        delete_temporaries(self.path, JOB_FILES)
         for folder in _WITH_SHARDS:
             delete_temporaries(self.path / folder)
-        rows = manifest.growing.get(ROWS)
-
-        def own_digests() -> list[str] | None:
-            return None if rows is None else digests(rows)
-
-        self._digests = own_digests
         written = written_manifest(self.storage)
         is_new = written is None
         if written is not None:
             self.manifest = written
-            if self._lacks_rows and (rows or 0) < (written.growing.get(ROWS) or 0):
+            rows, written_rows = (one.growing.get(ROWS) or 0 for one in (manifest, written))
+            if self._lacks_rows and rows < written_rows:
                 manifest = manifest.with_rows(written, written.row_digests)
             if refuse_other_job(
                 self.storage, written, manifest, digests, self._changed_row, overwrite=overwrite
             ):
                 self.confirm()
-                for name in OWN:
+                for name in JOB_FILES:
                     self.storage.delete(self.path / name)
                 is_new = True
         if is_new:
-            self.update(replace(manifest, row_digests=self._digests()))
+            self.update(replace(manifest, row_digests=self._digests_of_requested()))
         self.storage.make_folder(self.data)
         self.storage.make_folder(self.journal)
         # The folder may have become read-only since the first attempt.
@@ -231,6 +226,12 @@ class JobFolder:
         probe.write_bytes(b"0")
         probe.unlink()
         return is_new
+
+    def _digests_of_requested(self) -> list[str] | None:
+        """The digests of the rows of the job as this process was asked to run it; None if their
+        number is not known."""
+        rows = self._requested.growing.get(ROWS)
+        return None if rows is None else self._row_digests(rows)
 
     def _least_worker(self) -> int:
         """A number above those of all workers that have written here. Journals are read too,

@@ -84,19 +84,19 @@ class JobSummary:
         """Sum up a folder from the content of its metrics.json, config.yaml and manifest.json."""
         return cls(
             Totals.of(metrics),
-            metrics.get("status", _NOT_BEGUN),
-            metrics.get("attempts") or (),
-            metrics.get("score"),
-            config or {},
-            metrics.get("tokens_per_s") or 0.0,
-            metrics.get("wall_s", 0.0),
-            metrics.get("generate_s", 0.0),
-            row_facts,
-            metrics.get("rows_copied", 0),
-            all_steps(metrics, name),
-            metrics.get("sampling") or {},
-            questions,
-            metrics.get("adapter_scores") or {},
+            status=metrics.get("status", _NOT_BEGUN),
+            attempts=metrics.get("attempts") or (),
+            score=metrics.get("score"),
+            config=config or {},
+            tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            wall_s=metrics.get("wall_s", 0.0),
+            generate_s=metrics.get("generate_s", 0.0),
+            row_facts=row_facts,
+            rows_copied=metrics.get("rows_copied", 0),
+            costs=all_steps(metrics, name),
+            sampling=metrics.get("sampling") or {},
+            questions=questions,
+            adapter_scores=metrics.get("adapter_scores") or {},
         )
 
     @property
@@ -179,8 +179,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts = [f"{rows:,} of {total:,} answers ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
-    if job.status == "complete" and job.totals.until:
-        facts.append(until_line(job.totals))
+    if (until := until_line(job)) is not None:
+        facts.append(until)
     if job.rows_copied:
         facts.append(f"{job.rows_copied:,} copied")
     if job.status != "complete" and job.rows_recorded:
@@ -244,8 +244,8 @@ def end_table(
         lines.append(("sampling", sampling_text(job.sampling)))
     if totals.constraint:
         lines.append(("constraint", _outcomes(totals.constraint)))
-    if totals.until:
-        lines.append(("until enough", until_line(totals)))
+    if (until := until_line(job)) is not None:
+        lines.append(("until enough", until))
     if strategy is not None:
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
@@ -309,10 +309,13 @@ def _outcomes(counts: Mapping[str, int]) -> str:
     return f"{', '.join(texts)} of {sum(constrained.values()):,} constrained rows"
 
 
-def until_line(totals: Totals) -> str:
+def until_line(job: JobSummary) -> str | None:
     """The number of rows of a job with `sampling.until` that got enough valid samples, and how the
-    others ended."""
-    until = totals.until
+    others ended. None for other jobs, and until the job is complete: a row gets its outcome when
+    its shard is published, and metrics.json counts these shards at the end."""
+    totals, until = job.totals, job.totals.until
+    if job.status != "complete" or not until:
+        return None
     rows = sum(until[name] for name in OUTCOMES)
     text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"
     text += "".join(f", {until[name]:,} {name}" for name in OUTCOMES[1:] if until[name])

@@ -28,8 +28,8 @@ from batchgen.storage.folder.whole_shards import (
     check_job_columns,
     whole_shards,
 )
+from batchgen.storage.leases.job_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
-from batchgen.storage.leases.own_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS
@@ -275,10 +275,13 @@ class JobFolderReader:
             return True
         content = self.storage.read(self.path / LOCK)
         owner = None if content is None else _OWNER.match(content.decode(errors="replace"))
-        if owner is None or owner[2] != socket.gethostname():
-            return owner is not None
+        if owner is None:
+            return False
+        pid, host = owner.groups()
+        if host != socket.gethostname():
+            return True
         try:
-            os.kill(int(owner[1]), 0)
+            os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
         except ProcessLookupError:
             return False
         except PermissionError:  # the process exists and belongs to another user

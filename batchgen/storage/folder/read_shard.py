@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.process_identity import is_gone
 from batchgen.storage.shards.checked_file import CheckedFile, Source
-from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN, RowsInOrder, first_key, row_keys
 
 BATCH = 256
 """The number of rows that are in memory at a time."""
@@ -74,7 +74,7 @@ class ReadShard:
 
 def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
     """The row groups of a shard that can hold the row with this `row_index` or later ones."""
-    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
+    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(ROW_COLUMN)
     statistics = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
     is_before = [s is not None and s.has_min_max and s.max < first_row for s in statistics]
     return [group for group, before in enumerate(is_before) if not before]

@@ -10,8 +10,8 @@ import os
 import shutil
 
 from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.leases.job_files import LOCK, LOCKS, LOGS, MANIFEST, refuse_links
 from batchgen.storage.leases.lease_files import DATA, JOURNAL
-from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, refuse_links
 from batchgen.storage.shards.journal import journal_files
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.folder_storage import names_in

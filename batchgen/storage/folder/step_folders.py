@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.folder.pipeline_record import RECORD, STEP_NAME, PipelineRecord
-from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError

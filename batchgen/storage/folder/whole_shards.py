@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchgen.storage.folder.row_funnel import IndexFacts
 from batchgen.storage.leases.lease_files import DATA, JOURNAL
 from batchgen.storage.shards.checked_file import CheckedFile, damaged
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN, SAMPLE_COLUMN
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.folder_storage import names_in
 from batchgen.storage.stores.job_storage import Storage
@@ -25,8 +25,8 @@ from batchgen.util.errors import ConfigError, JobError
 
 _TYPES = {
     "row_id": pa.string(),
-    KEYS[0]: pa.int64(),
-    KEYS[1]: pa.int32(),
+    ROW_COLUMN: pa.int64(),
+    SAMPLE_COLUMN: pa.int32(),
     "finish_reason": pa.string(),
 }
 """The types of the columns that every row of a job has, besides its text."""
@@ -145,6 +145,7 @@ def check_job(
     rows = None if "rows" in identity else growing.get(ROWS)  # row steps leave fewer rows
     rows = rows if facts is None else facts.rows
     rows = None if rows is None else int(rows) * runs_of_row(manifest)
+    # Rounded up; a job without rows has one empty shard.
     count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
     shard_numbers(storage, user_path, count)
     if not storage.in_place:
@@ -177,4 +178,4 @@ def ends_of(file: CheckedFile) -> tuple[int, ...]:
     """For each row group of a shard, the number of rows up to its end."""
     meta = file.metadata
     sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-    return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))
+    return tuple(np.cumsum(sizes).tolist()) or (0,)  # an empty shard has no row groups

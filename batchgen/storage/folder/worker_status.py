@@ -80,7 +80,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
     A worker without a heartbeat for `stale_after` seconds counts as silent.
     """
     board = LeaseTable.of(names_in(storage, LEASES))
-    open_shards = {
+    open_shards = {  # → the number of the shard's last lease
         shard: epoch
         for shard, epoch in board.epochs.items()
         if shard >= 0 and shard not in board.done | board.quarantined

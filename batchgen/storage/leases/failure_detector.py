@@ -51,11 +51,11 @@ class FailureDetector:
         """Whether the content of an object has not changed for `stale_after` seconds. `what`
         identifies the object."""
         now = self._clock()
-        last = self._seen.get(what)
-        if last is None or last[0] != content:
+        last_content, since = self._seen.get(what, (None, None))
+        if since is None or last_content != content:
             self._seen[what] = content, now
             return False
-        return now - last[1] >= self._stale_after
+        return now - since >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
         """How a worker ended, by its last heartbeat; None if the heartbeat does not report an

@@ -185,7 +185,7 @@ class Member:
             lease = yield from self._lease(shard, "e", self.board.epochs[shard])
             if lease is not None and lease.worker == self.number:
                 continue
-            if not (yield from self._is_over(shard, "e", self.board.epochs[shard])):
+            if not (yield from self._is_abandoned(shard, "e", self.board.epochs[shard])):
                 running.append((shard, lease))
             elif (task := (yield from self._take_over(shard, lease, idle))) is not None:
                 return task
@@ -203,7 +203,7 @@ class Member:
             lease = yield from self._lease(what, "e", epoch)
             if lease is not None and lease.worker == self.number:
                 return True
-            if not (yield from self._is_over(what, "e", epoch)):
+            if not (yield from self._is_abandoned(what, "e", epoch)):
                 return False
         return (yield from self._make(what, "e", epoch + 1, Lease(self.number)))
 
@@ -282,7 +282,7 @@ class Member:
             lease = yield from self._lease(shard, "b", epoch)
             if lease is not None and lease.worker == self.number:
                 return False
-            if not (yield from self._is_over(shard, "b", epoch)):
+            if not (yield from self._is_abandoned(shard, "b", epoch)):
                 return False
         return (yield from self._make(shard, "b", epoch + 1, Lease(self.number)))
 
@@ -306,7 +306,7 @@ class Member:
             self._leases[key] = lease
         return self._leases[key]
 
-    def _is_over(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
+    def _is_abandoned(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
         """Whether the worker of a lease is dead. A lease that names no worker is over if it has not
         changed for as long as a worker may be silent."""
         lease = yield from self._lease(shard, kind, epoch)

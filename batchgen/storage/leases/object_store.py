@@ -225,15 +225,17 @@ class ObjectStore:
         Raises:
             FileNotFoundError: there is no such object.
         """
-        return self._call("read", name, lambda: self._objects.about(name))[0]
+        size, _ = self._call("read", name, lambda: self._objects.about(name))
+        return size
 
     def modified(self, name: str) -> float | None:
         """The time at which an object was last written, in seconds since 1970 by the store's clock;
         None if it does not exist."""
         try:
-            return self._call("read", name, lambda: self._objects.about(name))[1]
+            _, written = self._call("read", name, lambda: self._objects.about(name))
         except FileNotFoundError:
             return None
+        return written
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""

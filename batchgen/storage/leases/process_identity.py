@@ -49,8 +49,10 @@ def started(pid: int) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return _is_there(pid)
+    # proc(5): after the name in brackets come the fields from the third on. The third is the state
+    # (Z and X: ended), the 22nd the start time.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
+    return None if fields[0] in "ZX" else fields[22 - 3]
 
 
 def process_identity() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.journal import Journal, JournalGone, journal_worker
 from batchgen.storage.shards.open_shard import OpenShard
 from batchgen.storage.shards.output_schema import OutputSchema, column_lists, id_lists
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN, SAMPLE_COLUMN
 from batchgen.storage.stores.job_storage import Storage
 
 _VERSION = {b"batchgen.begun": b"1"}
@@ -70,8 +70,8 @@ def encode_begun(schema: OutputSchema, rows: Sequence[BegunRow]) -> pa.RecordBat
     """The records as one Arrow batch."""
     begun = [row.begun for row in rows]
     values: dict[str, Any] = {
-        KEYS[0]: [row.row_index for row in rows],
-        KEYS[1]: [row.sample_index for row in rows],
+        ROW_COLUMN: [row.row_index for row in rows],
+        SAMPLE_COLUMN: [row.sample_index for row in rows],
         _KEY: [row.key for row in rows],
         _START: [row.start for row in rows],
         _TOKENS: id_lists([record.token_ids for record in begun]),
@@ -134,7 +134,7 @@ class BegunRows:
                 parts: tuple[tuple[pa.RecordBatch, int], ...] = ()
             elif before is not None and (before.key, before.length) == (key, start):
                 parts = before.parts
-            else:
+            else:  # the record before is missing, or is of another request
                 continue
             length = start + int(lengths[index])
             chains[attempt] = _Chain(key, length, (*parts, (batch, index)))

@@ -15,6 +15,7 @@ from batchgen.util.text.row_json import AS_GIVEN
 
 SCHEMA_VERSION = "1"
 TEXT = "text"
+# (name, type, meaning) of the columns before and after those of the data set.
 _BEFORE = (
     ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
     ("row_index", pa.int64(), "position of the row in the dataset, from 0"),

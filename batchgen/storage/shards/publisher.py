@@ -63,7 +63,7 @@ class Publisher:
         self.exact = True
         self.by_schedule: Collection[str] = ()
         self._data = data
-        self._temporary = journal
+        self._temporary = journal  # where files with temporary names are written
         self._schema = schema
         self._round = retry_round
         self._worker = worker

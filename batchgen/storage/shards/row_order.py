@@ -9,7 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-KEYS = ("row_index", "sample_index")
+ROW_COLUMN, SAMPLE_COLUMN = "row_index", "sample_index"
+KEYS = (ROW_COLUMN, SAMPLE_COLUMN)
+"""The columns that identify an output row: the index of its input row, and of its sample."""
 
 
 def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:

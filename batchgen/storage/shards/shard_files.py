@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchgen.storage.leases.fsync import fsync_path
 from batchgen.storage.shards.checked_file import CheckedFile, Source, damaged, seal
 from batchgen.storage.shards.enough import Enough, KeptRows
-from batchgen.storage.shards.row_order import KEYS, RowsInOrder
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN, RowsInOrder
 from batchgen.util.errors import JobError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
 
 def last_row(file: CheckedFile) -> int:
     """The greatest `row_index` in a shard; -1 if it has no rows."""
-    return _greatest(file.metadata, file.schema.get_field_index(KEYS[0]))
+    return _greatest(file.metadata, file.schema.get_field_index(ROW_COLUMN))
 
 
 def _greatest(meta: pq.FileMetaData, column: int) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from batchgen.storage.leases.file_store import FileStore, FolderGone
 from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.fsync import fsync_path
+from batchgen.storage.leases.job_files import LOCK
 from batchgen.storage.leases.lease_files import LEASES, WORKERS
-from batchgen.storage.leases.own_files import LOCK
 from batchgen.storage.leases.patience import patiently
 from batchgen.storage.leases.store_operations import Overwrite
 from batchgen.storage.stores.job_storage import SYNC_SECONDS, Storage

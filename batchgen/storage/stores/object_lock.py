@@ -13,8 +13,8 @@ import uuid
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.failure_detector import FailureDetector, any_lives, read_beat
+from batchgen.storage.leases.job_files import LOCKS
 from batchgen.storage.leases.object_store import ObjectStore
-from batchgen.storage.leases.own_files import LOCKS
 from batchgen.storage.leases.process_identity import is_gone, process_identity
 from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 

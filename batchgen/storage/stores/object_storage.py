@@ -19,6 +19,7 @@ from pathlib import Path
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.file_store import FolderGone
+from batchgen.storage.leases.job_files import KEYS, LOCKS, ROWS
 from batchgen.storage.leases.lease_files import (
     BEGUN,
     DATA,
@@ -29,7 +30,6 @@ from batchgen.storage.leases.lease_files import (
     WORKERS,
 )
 from batchgen.storage.leases.object_store import ObjectStore
-from batchgen.storage.leases.own_files import KEYS, LOCKS, ROWS
 from batchgen.storage.leases.process_identity import machine, started
 from batchgen.storage.stores.job_storage import SYNC_SECONDS
 from batchgen.storage.stores.object_lock import ObjectLock
@@ -138,7 +138,8 @@ class ObjectStorage:
         """End journal files and upload them."""
         self._raise_failure()
         now = time.monotonic()
-        shards = {path.name.split(".")[0] for path in files if path.suffix == FINISHED}
+        # `part-00003` of part-00003.0001.journal
+        shards = {path.name.partition(".")[0] for path in files if path.suffix == FINISHED}
         is_new = not shards <= self._announced
         if force or is_new or now - self._last_sync >= SYNC_SECONDS:
             self._announced |= shards
@@ -293,7 +294,9 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
     here = f"batchgen-{hashlib.sha256(machine().encode()).hexdigest()[:8]}-"
     with _making:
         for path in Path(tempfile.gettempdir()).glob(f"{here}*"):
-            pid, _, since = path.name.removeprefix(here).rpartition("-")[0].partition("-")
+            # batchgen-MACHINE-PID-STARTED-RANDOM, see below
+            owner, _, _ = path.name.removeprefix(here).rpartition("-")
+            pid, _, since = owner.partition("-")
             # Other users may make files with such names there.
             if pid.isascii() and pid.isdecimal() and started(int(pid)) != since:
                 shutil.rmtree(path, ignore_errors=True)

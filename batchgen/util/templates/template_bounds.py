@@ -127,7 +127,7 @@ def printed_size(value: Any) -> int:
     return total
 
 
-def made(value: Any) -> Any:
+def count_made(value: Any) -> Any:
     """Count a value that was just made, and return it."""
     kind = type(value)
     if kind is str:

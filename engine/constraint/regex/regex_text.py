@@ -1,6 +1,9 @@
-"""Operations on trees of regular expressions (`regex_syntax.py`): `width` measures the lengths of
-matches, `bounded` restricts them, `other_than` excludes words, and `write` turns a tree into a
-pattern for xgrammar."""
+"""Operations on trees of regular expressions (`regex_syntax.py`).
+
+`width` measures the lengths of matches: those of `[a-z]{1,3}x` have 2 to 4 characters. `bounded`
+restricts the lengths, `other_than` makes a tree for all texts except some words, and `write` turns
+a tree into a pattern for xgrammar. The rewriting of schemas and patterns uses them.
+"""
 
 from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
@@ -24,10 +27,11 @@ def width(node: Node) -> tuple[int, int | None]:
             return 1, 1
         case Repeat(body, low, high):
             shortest, longest = width(body)
-            return (
-                shortest * low,
-                0 if longest == 0 else longest * high if longest and high is not None else None,
-            )
+            if longest == 0:  # an empty body stays empty, however often it is repeated
+                return 0, 0
+            if longest is None or high is None:
+                return shortest * low, None
+            return shortest * low, longest * high
         case Concat(parts):
             widths = [width(part) for part in parts]
             highs = [longest for _, longest in widths if longest is not None]
@@ -58,6 +62,7 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
             kept = tuple(branch for branch in fitting if branch is not None)
             return Either(kept) if len(kept) == len(branches) else None
         case Concat(parts):
+            # The indices of the parts whose minimum and maximum length differ.
             varying = [i for i, part in enumerate(parts) if len(set(width(part))) > 1]
             if len(varying) != 1:
                 return None
@@ -73,7 +78,11 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
 
 
 def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
-    """Return a tree for all texts of characters of the alphabet except the given words."""
+    """Return a tree for all texts of characters of the alphabet except the given words.
+
+    A text other than "ab" and "ac" is empty, or starts with another character than "a", or is "a"
+    followed by a text other than "b" and "c".
+    """
     heads = sorted({word[0] for word in words if word})
     anything = Repeat(Chars(tuple(alphabet)), 0, None)
     different = tuple(intersect(alphabet, complement(only("".join(heads)))))

@@ -1,5 +1,10 @@
 """Maps checkpoints' tensors of experts to slots, for `Experts.weight_slots`. A slot is the part of
-a parameter that one tensor fills (`layers/weight_slot.py`)."""
+a parameter that one tensor fills (`layers/weight_slot.py`).
+
+Checkpoints have one tensor for each expert (`experts.0.gate_proj.weight`) or for all experts
+together (`experts.gate_up_proj`). Slots of both are yielded, and the loader fills those that it has
+tensors for. E is the number of experts, H the hidden size, and I the size inside an expert.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +67,10 @@ def expert_slots(
     first: int,  # the index of the first expert on this rank
     shard: Shard | None,  # this rank's experts; None: all
 ) -> Iterator[WeightSlot]:
-    """Yield a slot for each projection of each expert, and one for all experts together."""
+    """Yield a slot for each projection of each expert, and one for all experts together.
+
+    Experts of other ranks get empty slots, so that their tensors count as expected.
+    """
     parameter, parts, all_scales = projections.weight, projections.parts, projections.scales
     in_panels = are_panels(parameter)
     weights = rows_of_panels(parameter) if in_panels else parameter
@@ -82,8 +90,8 @@ def expert_slots(
             pieces.append(name)
             yield WeightSlot(
                 values,
-                (name,),
-                (name,),
+                (name,),  # the one piece that is filled
+                (name,),  # the one tensor that it is filled from
                 form=form,
                 scales=its_scales,
                 elsewhere=elsewhere,
@@ -97,7 +105,7 @@ def expert_slots(
     elif all_scales is None or at_load:
         combine = partial(_upright, columns=projections.columns)
     kind = RoundedExperts if at_load else WeightSlot
-    for source in (whole, f"{whole}.weight"):
+    for source in (whole, f"{whole}.weight"):  # checkpoints use both names
         yield kind(
             weights,
             tuple(pieces),

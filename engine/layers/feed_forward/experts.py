@@ -100,7 +100,8 @@ class Experts(nn.Module):
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | MXFP4Format | None = None
-        self._layouts: tuple[Layout, Layout] | None = None  # of 4-bit weights; None: they are not
+        # The layouts of gate and up, and of down, in 4 bits; None for weights of another format.
+        self._layouts: tuple[Layout, Layout] | None = None
         self._dtype = where.dtype
         # The weights in the layout for a CPU, after `pack`. They replace the parameters.
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
@@ -162,6 +163,7 @@ class Experts(nn.Module):
         them."""
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         for whole, parts in kinds.items():
+            # Checkpoints list the tensor of all experts, or each projection of each expert.
             names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
             if form.excludes(f"{path}.{whole}") and any(map(form.excludes, names)):
                 return
@@ -317,12 +319,12 @@ class Experts(nn.Module):
             FourBitPanels(self.down_proj, down_scales, down_layout),
         )
 
-    def scratch_bytes(self, slots: int) -> int:
-        """Return the bytes of the weights that are dequantised at once in a forward of `slots`
+    def scratch_bytes(self, pairs: int) -> int:
+        """Return the bytes of the weights that are dequantised at once in a forward of this many
         pairs of a token and one of its experts; 0 if none are, because kernels read 4-bit
         weights for so few pairs."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
-        if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
+        if self._layouts is None or four_bit_tiles(pairs, self._num_experts, self._layouts[1]):
             return 0
         return experts * rows * columns * torch.bfloat16.itemsize
 

@@ -153,6 +153,7 @@ class XIELU(nn.Module):
 
     def __init__(self, *, where: Placement) -> None:
         super().__init__()
+        # [4]: p, n, b and e of the formula at `xielu`.
         self.shape = empty_parameter(4, device=where.device, dtype=torch.float32)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

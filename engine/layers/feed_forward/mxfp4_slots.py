@@ -25,7 +25,8 @@ class MXFP4Slot(WeightSlot):
     blocks [E, N, K/32, 16] and scales [E, N, K/32].
 
     `parameter` and `scales` are those of `FourBitPanels`. Without scales, `parameter` takes
-    dequantised weights [E, N, K] or [E, N, K/P, P]. Experts are read one by one, to save memory.
+    dequantised weights [E, N, K], or [E, N, K/P, P] in panels of P columns. Experts are read one by
+    one, to save memory.
     """
 
     sizes: tuple[int, int] = (0, 0)  # N and K
@@ -40,6 +41,7 @@ class MXFP4Slot(WeightSlot):
         or if a scale is too large for the kernels."""
         rows, columns = self.sizes
         tensors_of_rank = []
+        # The sources are blocks, with the codes of a group in an axis of bytes, and scales.
         for name, last in zip(self.sources, ((MXFP4_GROUP // 2,), ()), strict=True):
             tensor = tensors[name]
             assert isinstance(tensor, Tensor)
@@ -74,6 +76,7 @@ class MXFP4Slot(WeightSlot):
         return parts.transpose(0, 1).flatten(0, 1)
 
     def _write_expert(self, index: int, weight: MXFP4Weight) -> None:
+        """Write the weight [N, K] of this rank's expert `index` to the parameter and the scales."""
         if self.scales is None:
             target = self.parameter[index]
             target.copy_(weight.dequantise().view(target.shape))

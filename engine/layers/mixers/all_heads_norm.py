@@ -36,7 +36,7 @@ class AllHeadsNorm(nn.Module):
         where: Placement,
     ) -> None:
         super().__init__()
-        first, last = where.parallel.kv_heads(num_heads)
+        first, last = where.parallel.kv_heads(num_heads)  # this rank's heads, of queries or of keys
         self.eps, self.size, self.parallel = eps, num_heads * head_dim, where.parallel
         self._order, self._shard = order, None
         if where.parallel.size > 1:
@@ -113,6 +113,7 @@ def normed_together(qkv: Tensor, q_norm: AllHeadsNorm, k_norm: AllHeadsNorm) -> 
         q, k = (rms_norm(x, n.weight, n.eps) for x, n in ((q, q_norm), (k, k_norm)))
         return torch.cat((q, k, v), 1)
     square_sums = [x.float().square().sum(-1, keepdim=True) for x in (q, k)]
+    # Each rank sends two columns, of q and of k. `sums` has one column per rank for each of these.
     sums = parallel.gather(torch.cat(square_sums, 1), NORM_LANE).unflatten(1, (-1, 2)).unbind(2)
     normed = []
     for x, norm, parts in ((q, q_norm, sums[0]), (k, k_norm, sums[1])):

@@ -58,11 +58,13 @@ class Attention(nn.Module):
         query_scales: [P] float32, factors of queries after rotation, by position.
         scale: multiplies the scores; None means 1/√head_dim.
         score_cap: turns each score s into cap · tanh(s / cap).
+        rotary_dim: how many values of a head are rotated; None: all.
         interleaved: whether checkpoints rotate neighbouring values of a head together
             (`rotary_order`).
         output_gate: whether the result is multiplied by sigmoid(gate) before the output projection
             (Qiu et al. 2025, arXiv 2505.06708). Checkpoints hold the gate's projection in `q_proj`:
             for each head the rows of the query, then of the gate.
+        zero_centred, norms_in_float: `zero_centred` and `in_float` of `RMSNorm` for `qk_norm`.
         norms_follow_rotation: whether queries and keys are normalised after rotation instead.
         value_norm: whether the heads of values are normalised, without a weight.
         keys_are_values: whether the values are the keys before their norm and rotation.

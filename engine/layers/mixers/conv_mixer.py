@@ -1,5 +1,11 @@
 """A mixer with a causal convolution over the tokens of rows, whose newest inputs are part of the
-rows' states. Base class of `Recurrence` and `ShortConv`."""
+rows' states. Base class of `Recurrence` and `ShortConv`.
+
+A row's *state* sums up its tokens so far. A decode step leaves *records* of its tokens, which a
+later step folds into the state, because only then it is known which drafts were accepted.
+*Replayed* tokens are tokens of a prefill that are computed like decode steps, so that they get the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -177,6 +183,7 @@ def _own_tokens(rows: RowMetadata) -> int:
     """Return how many of a prefill's tokens belong to rows. On a CPU the last row may be padding on
     the scratch slot."""
     count = len(rows.positions)
+    # Only slot 0 is scratch. On a GPU the host would have to wait for the slots.
     if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
         return count
     return count - rows.query_lens[-1]

@@ -63,7 +63,7 @@ def input_projections(
     shape: DeltaShape, interleaved: bool
 ) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
     """Return the arguments `parts`, `unquantised` and `arrange` of `MergedLinear` for the input
-    projections."""
+    projections. `interleaved` is as for `GatedDeltaNet`."""
     heads = shape.num_value_heads
     if not interleaved:
         parts = {
@@ -73,7 +73,7 @@ def input_projections(
             "in_proj_a": heads,
         }
         return parts, ("in_proj_b", "in_proj_a"), {}
-    share = heads // shape.num_key_heads
+    share = heads // shape.num_key_heads  # value heads per key head
     values = share * shape.value_dim
     sizes = [shape.key_dim, shape.key_dim, values, values]
     return (

@@ -60,6 +60,7 @@ class GatedDeltaNet(Recurrence):
         heads: Shard | None = None
         shards: dict[str, Shard] = {}
         if parallel.size > 1:
+            # A share of the queries, of the keys and of the values.
             channels = parallel.shard(0, whole.keys, whole.keys, whole.values)
             heads = parallel.shard(0, whole.num_value_heads)
             shards = {
@@ -97,6 +98,7 @@ class GatedDeltaNet(Recurrence):
         """Return residual + network(hidden), [T, hidden_size], or [R, hidden_size] for `outputs`.
         States are read and written as `RowMetadata` says. `cos_sin` is not used."""
         shape, heads = self.shape, self.shape.num_value_heads
+        # `mixed`: queries, keys and values. `b` and `a` become the step sizes and decays.
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1
         )

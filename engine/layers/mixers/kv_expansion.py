@@ -21,8 +21,8 @@ from batchgen.kernels.moe.experts_cpu import ExpertProducts
 
 
 class KVExpansion(nn.Module):
-    """The linear map from a latent to the keys and values of all heads (see `Expansion`). Each rank
-    has some of the heads.
+    """The linear map from a latent to the keys and values of all heads. Each rank has some of the
+    heads. The attention kernels call it through the protocol `Expansion` (`kernels/mla`).
 
     Args:
         key_size: N, the part of a head's key that is not rotated.
@@ -46,6 +46,7 @@ class KVExpansion(nn.Module):
         self._shard = where.parallel.shard(0, rows) if where.parallel.size > 1 else None
         shape = (num_heads // where.parallel.size, key_size + value_size, latent_size)
         self.weight = empty_parameter(*shape, device=where.device, dtype=where.dtype)
+        # On a CPU after `pack`: the products of `absorb` and of `values`.
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def absorb(self, q: Tensor) -> Tensor:

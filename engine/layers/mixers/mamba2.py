@@ -69,7 +69,7 @@ class Mamba2(Recurrence):
         self, layer: int, hidden_size: int, shape: MambaShape, *, where: Placement
     ) -> None:
         whole, parallel = shape.delta, where.parallel
-        parallel.share("number of Mamba heads", shape.num_heads)
+        parallel.share("number of Mamba heads", shape.num_heads)  # raises if ranks do not divide it
         first, last = parallel.kv_heads(shape.num_groups, "number of Mamba groups")
         dims = DeltaShape(
             num_key_heads=last - first,
@@ -89,7 +89,7 @@ class Mamba2(Recurrence):
             heads=heads,
             arrange=partial(_queries_first, sizes=sizes),
             conv_bias=shape.conv_bias,
-            skips=True,
+            skips=True,  # adds D · x
             where=where,
         )
         self._parallel, self._size = parallel, whole.values

@@ -155,8 +155,8 @@ class LatentAttention(nn.Module):
 
 
 def _pairs_apart(rows: Tensor, head: int, rotated: int) -> Tensor:
-    """Move the second values of rotated pairs after all first ones. The rotated rows are the last
-    `rotated` of each head's `head` rows."""
+    """Move the second values of rotated pairs after all first ones: rows 0 1 2 3 become 0 2 1 3.
+    The rotated rows are the last `rotated` of each head's `head` rows."""
     heads = rows.unflatten(0, (-1, head))
     fixed, turned = heads.split([head - rotated, rotated], dim=1)
     return torch.cat((fixed, turned[:, ::2], turned[:, 1::2]), 1).flatten(0, 1)

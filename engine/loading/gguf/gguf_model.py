@@ -1,4 +1,5 @@
-"""Translates names and conventions of GGUF files to those of transformers' checkpoints.
+"""Translates names and conventions of GGUF files to those of transformers' checkpoints, such as
+`blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`.
 
 The loader calls `gguf_config` and `gguf_weights`.
 """

@@ -77,7 +77,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
     kind = metadata.get("model", "none")
     if kind == "none":
         return None
-    if kind not in [*_BUILDERS]:
+    if kind not in [*_BUILDERS]:  # a list, because a damaged file's value may be unhashable
         raise ValueError(
             f"{file.path}: tokenizer.ggml.model {kind!r} is not supported; "
             f"supported: {', '.join(_BUILDERS)}"

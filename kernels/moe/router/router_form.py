@@ -19,12 +19,11 @@ class RouterForm:
     """
 
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
-    softmax_after_top_k: bool = (
-        False  # scores are the logits, and weights a softmax over the chosen ones
-    )
+    # Scores are the logits, and weights a softmax over those of the chosen experts.
+    softmax_after_top_k: bool = False
     groups: int = 1  # the number of groups; 1: no groups
     kept_groups: int = 1
-    group_best: int = 1  # 1 or 2
+    group_best: int = 1  # how many scores of a group are summed, 1 or 2
     scale: float = 1.0  # the weights are multiplied by this at the end
     least_sum: float = 0.0  # added to the sum by which weights are divided (`renormalise`)
 

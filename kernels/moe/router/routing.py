@@ -49,9 +49,9 @@ def route_reference(
         scores = logits
     else:
         scores = sigmoid(logits) if form.sigmoid else logits.softmax(-1)
-    if (
-        form.sigmoid or form.softmax_after_top_k
-    ):  # otherwise an infinite logit could give finite weights
+    # A softmax over all experts becomes NaN by itself. Otherwise an infinite logit could give
+    # finite weights.
+    if form.sigmoid or form.softmax_after_top_k:
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))
     choice = scores if bias is None else scores + bias
     if form.kept_groups < form.groups:

@@ -68,22 +68,22 @@ class JobDownload:
         for table in self._tables():
             for row in table.to_pylist():
                 write(read(row))
-            yield _taken(file).encode("utf-8", "replace")
-        yield _taken(file).encode("utf-8", "replace")  # only the header if no row matches
+            yield _drained(file).encode("utf-8", "replace")
+        yield _drained(file).encode("utf-8", "replace")  # only the header if no row matches
 
     def _parquet(self) -> Iterator[bytes]:
         sink = io.BytesIO()
         with pq.ParquetWriter(pa.PythonFile(_Sink(sink), "w"), self._schema) as writer:
-            held: list[pa.Table] = []
+            buffered: list[pa.Table] = []
             for table in self._tables():
-                held.append(table)
-                if sum(part.nbytes for part in held) >= _ROW_GROUP:
-                    writer.write_table(pa.concat_tables(held))
-                    held = []
-                    yield _taken(sink)
-            if held:
-                writer.write_table(pa.concat_tables(held))
-        yield _taken(sink)
+                buffered.append(table)
+                if sum(part.nbytes for part in buffered) >= _ROW_GROUP:
+                    writer.write_table(pa.concat_tables(buffered))
+                    buffered = []
+                    yield _drained(sink)
+            if buffered:
+                writer.write_table(pa.concat_tables(buffered))
+        yield _drained(sink)
 
     def _tables(self) -> Iterator[pa.Table]:
         """Yield the matching samples with the columns of the file. Each shard is read twice: first
@@ -92,7 +92,8 @@ class JobDownload:
             wanted = self._matching(shard)
             if not len(wanted):
                 continue
-            for table in self._rows.whole_rows(shard, list(self.columns), int(wanted[0] >> 31)):
+            first_row = int(wanted[0] >> 31)  # a key of `row_keys` is row_index << 31 | sample
+            for table in self._rows.whole_rows(shard, list(self.columns), first_row):
                 matching = table.filter(pa.array(np.isin(row_keys(table), wanted)))
                 if matching.num_rows:
                     named = matching.select(list(self.columns))
@@ -124,7 +125,7 @@ class _Sink(io.RawIOBase):
         return self._written
 
 
-def _taken(file: Any) -> Any:
+def _drained(file: Any) -> Any:
     """Return the content of a buffer, and empty the buffer."""
     content = file.getvalue()
     file.seek(0)

@@ -20,7 +20,7 @@ from batchgen.pages.rows.grade_columns import ANSWER_KEY, MARK
 from batchgen.pages.rows.job_rows import JobRows, starts
 from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.pages.viewer.rows.search import SECONDS
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN, SAMPLE_COLUMN
 from batchgen.util.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -131,21 +131,22 @@ class Ranking:
         matches = self._wanted.matches(table, self._rows.text_column)
         if not matches.any():
             return
-        rows, begin = np.asarray(table[KEYS[0]]), starts(table)
+        rows, begin = np.asarray(table[ROW_COLUMN]), starts(table)
         stops = np.append(begin[1:], len(rows))
         values = self._values(table, begin)
         values[~matches] = np.nan
+        # Values times `sign` are always in ascending order.
         sign = self._order.sign
-        # The smallest value of each row, [rows]; NaN if all of a row's values are NaN.
+        # The smallest such value of each row, [rows]; NaN if all of a row's values are NaN.
         first = np.fmin.reduceat(sign * values, begin)
         self.matching += int(np.logical_or.reduceat(matches, begin).sum())
         full = len(self.entries) >= MOST
         # A later row with a value equal to the last entry's sorts after that entry.
         bound = sign * self.entries[-1].value if full else np.inf
-        among = np.flatnonzero(first < bound)
-        among = among[np.argsort(first[among], kind="stable")][:MOST]
-        numbers = np.asarray(table[KEYS[1]])
-        for i in among:
+        candidates = np.flatnonzero(first < bound)
+        candidates = candidates[np.argsort(first[candidates], kind="stable")][:MOST]
+        numbers = np.asarray(table[SAMPLE_COLUMN])
+        for i in candidates:
             part = slice(begin[i], stops[i])
             indices = np.flatnonzero(matches[part])
             ordered = indices[np.argsort(sign * values[part][indices], kind="stable")]
@@ -221,9 +222,9 @@ class Rankings:
 
 def order_text(order: str, value: float) -> str:
     """Format the value by which a row is sorted."""
-    kind = ORDERS[order]
-    if kind.value == "tokens":
+    name, column = ORDERS[order].value, ORDERS[order].column
+    if name == "tokens":
         return f"{value:,.0f} tokens"
-    if kind.value == "agreement":
+    if name == "agreement":
         return f"agreement {value:.0%}"
-    return f"{kind.value} {value:.3f}" if kind.column == "logprobs" else f"{kind.value} {value:.2f}"
+    return f"{name} {value:.3f}" if column == "logprobs" else f"{name} {value:.2f}"

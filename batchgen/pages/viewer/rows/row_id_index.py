@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from batchgen.pages.rows.job_rows import LIGHT_BATCH, JobRows
 from batchgen.pages.viewer.rows.search import SECONDS
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN
 
 
 class StillSearching(Exception):
@@ -46,7 +46,7 @@ class RowIds:
     ) -> None:
         self._rows, self._clock, self._seconds = rows, clock, seconds
         self._lock = Lock()
-        self._hashes: dict[int, npt.NDArray[np.uint32]] = {}
+        self._hashes: dict[int, npt.NDArray[np.uint32]] = {}  # by complete shard
 
     def find(self, row_id: str, near: int | None = None) -> int | None:
         """Return the `row_index` of the finished row with this id; None if there is none.
@@ -62,14 +62,14 @@ class RowIds:
             if guess is not None and self._id_of(guess) == row_id:
                 return guess
         with self._lock:
-            return self._sought(row_id)
+            return self._search_shards(row_id)
 
     def _id_of(self, row_index: int) -> str | None:
         """Return the row_id of a finished row; None if the row is not finished."""
         samples = self._rows.samples(row_index, ["row_id"])
         return samples["row_id"][0].as_py() if samples.num_rows else None
 
-    def _sought(self, row_id: str) -> int | None:
+    def _search_shards(self, row_id: str) -> int | None:
         """Search the shards that may have an id, as `find` does."""
         wanted_hash = _hashes([row_id])[0]
         until = self._clock() + self._seconds
@@ -87,11 +87,14 @@ class RowIds:
         """Search one shard for an id, and return its row_index or None. If the shard is complete,
         the hashes of its ids are kept."""
         hashes: list[npt.NDArray[np.uint32]] = []
-        before = -1
+        before = -1  # the row_index of the last sample of the batch before
         row: int | None = None
-        for batch in self._rows.reader.shard(shard).batches(["row_id", KEYS[0]], size=LIGHT_BATCH):
-            rows = np.asarray(batch[KEYS[0]])
-            ids = batch["row_id"].filter(pa.array(rows != np.append(before, rows[:-1])))
+        for batch in self._rows.reader.shard(shard).batches(
+            ["row_id", ROW_COLUMN], size=LIGHT_BATCH
+        ):
+            rows = np.asarray(batch[ROW_COLUMN])
+            is_first_sample = rows != np.append(before, rows[:-1])
+            ids = batch["row_id"].filter(pa.array(is_first_sample))
             if (at := pc.index(batch["row_id"], row_id).as_py()) >= 0 and row is None:
                 row = int(rows[at])
             hashes.append(_hashes(ids.to_pylist()))

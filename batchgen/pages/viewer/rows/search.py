@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from batchgen.pages.rows.job_rows import JobRows, runs
 from batchgen.pages.viewer.rows.filters import TEXT_TYPES, SampleFilter
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN, SAMPLE_COLUMN
 
 SECONDS = 2.0
 """The time limit of a search for one page."""
@@ -22,7 +22,7 @@ _BEGINNING, _END = 280, 140
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     hits: dict[int, list[int]]  # row index → the numbers of its matching samples, in search order
@@ -52,41 +52,45 @@ class Search:
         schema = rows.schema
         self._columns = [] if schema is None else wanted.columns(schema, rows.text_column)
 
-    def forward(self, first_row: int, count: int) -> Found:
+    def forward(self, first_row: int, count: int) -> SearchResult:
         """Find the first `count` rows with a matching sample, from the index `first_row` on."""
         hits: dict[int, list[int]] = {}
         searched = 0
         for shard in self._rows.shards_from(first_row):
             if hits and self._is_late():
-                return Found(hits, shard * self._rows.rows_per_shard, searched)
+                return SearchResult(hits, shard * self._rows.rows_per_shard, searched)
             for row, samples, size in self._in_shard(shard, first_row):
                 if len(hits) == count and samples:
-                    return Found(hits, row, searched)
+                    return SearchResult(hits, row, searched)
                 searched += size
                 if samples:
                     hits[row] = samples
             if self._is_late():
                 end = (shard + 1) * self._rows.rows_per_shard
                 more = self._rows.shards_from(end)
-                return Found(hits, end if more else None, searched)
-        return Found(hits, None, searched)
+                return SearchResult(hits, end if more else None, searched)
+        return SearchResult(hits, None, searched)
 
-    def backward(self, before: int, count: int) -> Found:
+    def backward(self, before: int, count: int) -> SearchResult:
         """Find the last `count` rows with a matching sample before an index, the last row first."""
         hits: dict[int, list[int]] = {}
         searched = 0
         for shard in self._rows.shards_before(before):
             start = shard * self._rows.rows_per_shard
-            shard_hits = [hit for hit in self._in_shard(shard, start) if hit[0] < before]
-            searched += sum(size for *_, size in shard_hits)
-            for row, samples, _ in reversed(shard_hits):
+            shard_rows = [
+                (row, samples, size)
+                for row, samples, size in self._in_shard(shard, start)
+                if row < before
+            ]
+            searched += sum(size for _, _, size in shard_rows)
+            for row, samples, _ in reversed(shard_rows):
                 if samples:
                     hits[row] = samples
                 if len(hits) == count:
-                    return Found(hits, row, searched)
+                    return SearchResult(hits, row, searched)
             if self._is_late():
-                return Found(hits, start or None, searched)
-        return Found(hits, None, searched)
+                return SearchResult(hits, start or None, searched)  # None at the first row
+        return SearchResult(hits, None, searched)
 
     def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
         """Read all samples of the rows with these indices.
@@ -106,9 +110,9 @@ class Search:
         samples, number of samples). A table without any match is one item."""
         for table in self._rows.whole_rows(shard, self._columns, first_row):
             matches = self._wanted.matches(table, self._rows.text_column)
-            samples = np.asarray(table[KEYS[1]])
+            samples = np.asarray(table[SAMPLE_COLUMN])
             if not matches.any():
-                yield int(np.asarray(table[KEYS[0]])[-1]), [], table.num_rows
+                yield int(np.asarray(table[ROW_COLUMN])[-1]), [], table.num_rows
                 continue
             for row, start, stop in runs(table):
                 yield row, samples[start:stop][matches[start:stop]].tolist(), stop - start

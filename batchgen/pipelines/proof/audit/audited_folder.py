@@ -47,7 +47,7 @@ _VERB = "batchgen audit"
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditResult:
     """The result of an audit.
 
     Attributes:
@@ -69,7 +69,7 @@ def audit_steps(
     trusted: Sequence[str],
     *,
     operations: bool = False,
-) -> Iterator[tuple[str | None, Audited]]:
+) -> Iterator[tuple[str | None, AuditResult]]:
     """Audit a folder, or all steps of a pipeline that have shards, one after the other.
 
     Args:
@@ -90,6 +90,7 @@ def audit_steps(
     if not begun:
         raise ConfigError(f"{job_path}: no step of the pipeline has shards yet")
     for index, name in enumerate(begun):
+        # The first steps get the rows that remain after an equal division.
         share = max(1, rows // len(begun) + (index < rows % len(begun)))
         step_overrides = list(_of_step(overrides, name, record))
         folder = f"{out}/{record.current[name]}"
@@ -125,7 +126,7 @@ def audit_folder(
     trusted: Sequence[str] = (),
     *,
     operations: bool = False,
-) -> Audited:
+) -> AuditResult:
     """Compute some rows of a job or of a set again, and compare them with the stored ones. `seed`
     decides which rows.
 
@@ -154,12 +155,12 @@ def audit_folder(
         else:
             tables = dict(zip(numbers, stored.rows(numbers), strict=True))
             results = audit_rows(config, parts, tables, reader.storage)
-    return Audited(results, stored.count, audit_remarks(config, manifest))
+    return AuditResult(results, stored.count, audit_remarks(config, manifest))
 
 
 def _audit_set(
     finished: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
-) -> Audited:
+) -> AuditResult:
     """Audit a set: compute the drawn rows of each of its jobs again."""
     assert finished.facts is not None
     path, by_job = finished.storage.path / SET_FILE, dict[str, list[SetRow]]()
@@ -173,7 +174,7 @@ def _audit_set(
         text_as = str(finished.facts["text_column"])
         audited += audit_set_rows(config, manifest, job_rows, finished.user_path, text_as)
         remarks += audit_remarks(config, manifest)
-    return Audited(audited, finished.total, list(dict.fromkeys(remarks)))
+    return AuditResult(audited, finished.total, list(dict.fromkeys(remarks)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:

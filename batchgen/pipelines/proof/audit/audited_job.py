@@ -19,12 +19,10 @@ from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of
 from batchgen.pipelines.proof.audit.first_difference import first_difference
 from batchgen.pipelines.proof.audit.rows_again import compute_again
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN, SAMPLE_COLUMN
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
-
-_ROW, _SAMPLE = KEYS
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,8 @@ def audit_rows(
     stored: Mapping[int, pa.Table],
     storage: Storage | None,
 ) -> list[AuditedRow]:
-    """Compute input rows again, and compare their samples with the stored ones.
+    """Compute input rows again, and compare their samples with the stored ones. The recomputed rows
+    are counted from 0, in the order of `stored`.
 
     All stored columns are compared, to the bit, except those whose values do not depend on the row
     alone (`Strategy.by_schedule`).
@@ -96,17 +95,16 @@ def audit_rows(
     numbers = list(stored)
     with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
         again = compute_again(config, parts, numbers, Path(folder), storage)
-    return [
-        _audited(again.filter(pc.equal(again[_ROW], index)), stored[number], parts.by_schedule)
-        for index, number in enumerate(numbers)
-    ]
+    tables = (again.filter(pc.equal(again[ROW_COLUMN], index)) for index in range(len(numbers)))
+    pairs = zip(tables, stored.values(), strict=True)
+    return [_audited(table, samples, parts.by_schedule) for table, samples in pairs]
 
 
 def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> AuditedRow:
     """Compare the samples of one row."""
     row_id = again["row_id"][0].as_py()
-    samples = stored[_SAMPLE].to_pylist()
-    samples_again = again[_SAMPLE].to_pylist()
+    samples = stored[SAMPLE_COLUMN].to_pylist()
+    samples_again = again[SAMPLE_COLUMN].to_pylist()
     names = [name for name in again.schema.names if name in stored.schema.names]
     names = [name for name in names if name not in by_schedule]
     if missing := [sample for sample in samples if sample not in samples_again]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from batchgen.inputs.dataset.row_digest import array_digest
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import ROW_COLUMN
 from batchgen.util.shorten import both_ends
 
 _FIRST = "token_ids"
 """The column that is compared first: if tokens differ, the columns that follow from them differ as
 well."""
-_MOST = 60
+_MOST = 60  # characters that are shown of a value
 
 
 def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) -> str | None:
@@ -29,9 +29,11 @@ def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) ->
 
 
 def _ordered(names: Sequence[str]) -> Iterator[str]:
+    """Yield the columns to compare. `row_index` is not one, because recomputed rows are counted
+    from 0."""
     if _FIRST in names:
         yield _FIRST
-    yield from (name for name in names if name not in (_FIRST, KEYS[0]))
+    yield from (name for name in names if name not in (_FIRST, ROW_COLUMN))
 
 
 def _difference_text(name: str, computed: pa.Array, stored: pa.Array) -> str:

@@ -2,7 +2,8 @@
 batch.
 
 `batchgen audit --operations` calls `compare_operations`, which computes rows together and one by
-one.
+one. A `Tape` notes a digest of each operation's result for each token, at the slot of the KV cache
+that holds the token. The digests of both runs are then compared.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from batchgen.util.errors import ConfigError
 
 
 class _Sample(NamedTuple):
-    """A sample.
+    """The digests of a sample.
 
     Attributes:
-        tokens: prompt and answer.
+        tokens: the token ids of prompt and answer.
         prompt: the number of prompt tokens.
         digests: [operations, tokens] digests of its KV slots.
     """
@@ -69,8 +70,8 @@ def compare_operations(
     batched, rows = watch.run(config, numbers, storage), []
     for index, row in enumerate(rows_at(parts.source, numbers)):
         alone = watch.run(config, [row.index], storage)
-        others = {sample: batched[index, sample] for _, sample in alone}
-        rows.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
+        together = {sample: batched[index, sample] for _, sample in alone}
+        rows.append(AuditedRow(row.id, len(alone), watch.difference(together, alone)))
     return rows
 
 
@@ -97,14 +98,15 @@ class _Watch:
 
     def _engine(self) -> LLMEngine:
         tape, compiler = self._tape, self._parts.compiler
-        tape.resize(2 * self._recipe.config.block_size)  # the scratch block
+        tape.resize(2 * self._recipe.config.block_size)  # warm-up forwards use a scratch block
         recipe = replace(self._recipe, strategy=deepcopy(self._recipe.strategy))  # it has states
         engine = recipe.engine(self._weights, self._others, compiler)
         size, blocks = engine.config.block_size, engine.scheduler.block_manager
         tape.resize(engine.memory.num_blocks * size)
         free = blocks.free
 
-        def keep(seq: Row) -> None:
+        # The digests of a sample are read when its blocks are freed, which is at its end.
+        def read_and_free(seq: Row) -> None:
             starts = torch.tensor(seq.block_table, device=tape.plane.device)[:, None] * size
             slots = (starts + torch.arange(size, device=starts.device)).flatten()
             digests = tape.plane[:, slots[: len(seq.token_ids)]].cpu()
@@ -112,16 +114,22 @@ class _Watch:
             self._samples[key] = _Sample([*seq.token_ids], seq.num_prompt_tokens, digests)
             free(seq)
 
-        blocks.free = keep  # type: ignore[method-assign]
+        blocks.free = read_and_free  # type: ignore[method-assign]
         return engine
 
-    def difference(self, extra: Mapping[int, _Sample], alone: Samples) -> str | None:
-        """Describe the first operation in which a sample of a row differs; None if none does."""
+    def difference(self, together: Mapping[int, _Sample], alone: Samples) -> str | None:
+        """Describe the first operation in which a sample of a row differs; None if none does.
+
+        Args:
+            together: sample number → the sample, computed in one batch with other rows.
+            alone: the samples of the row, computed without other rows.
+        """
         for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
-            others, _, operations = extra[sample]
+            others, _, operations = together[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
             shortest = min(len(tokens), len(others))
             equal = next((index for index, (one, other) in pairs if one != other), shortest)
+            # After the first token that differs, all digests differ.
             known = min(equal, digests.shape[1], operations.shape[1])
             differing = self._tape.first_difference(operations[:, :known], digests[:, :known])
             if differing is not None:

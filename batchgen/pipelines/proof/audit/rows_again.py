@@ -26,8 +26,8 @@ from batchgen.util.errors import ConfigError, JobError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Taken(Row):
-    """A row with its number among the chosen ones; `base` is the row with its original number."""
+class _RenumberedRow(Row):
+    """A row with its number among the sampled ones; `base` is the row with its original number."""
 
     base: Row = dataclasses.field(kw_only=True)
 
@@ -52,7 +52,7 @@ class SampledRows(Source):
         self.fingerprint = f"{len(indices)} of {source.fingerprint}"
         source.find_index(storage)
         self._rows = [
-            _Taken(number, row.id, row.fields, row.failure, base=row)
+            _RenumberedRow(number, row.id, row.fields, row.failure, base=row)
             for number, row in enumerate(rows_at(source, indices))
         ]
         self.num_rows = len(self._rows)
@@ -103,7 +103,7 @@ def _no_row(index: int) -> ConfigError:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PromptOfTaken(Prompt):
+class _OriginalPrompt(Prompt):
     """Makes the prompts of rows as the job made them: templates see a row's original number."""
 
     prompt: Prompt
@@ -111,13 +111,13 @@ class _PromptOfTaken(Prompt):
     def token_ids(self, row: Row) -> list[int]:
         return self.prompt.token_ids(_base_row(row))
 
-    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        return self.prompt.asked(_base_row(row))
+    def token_ids_and_images(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        return self.prompt.token_ids_and_images(_base_row(row))
 
 
 @dataclasses.dataclass(frozen=True)
-class _AnswerOfTaken:
-    """The answers of rows that the job scored."""
+class _OriginalAnswer:
+    """The answers of rows, for a job that scored answers of its data set."""
 
     answer: Answer
 
@@ -126,7 +126,7 @@ class _AnswerOfTaken:
 
 
 def _base_row(row: Row) -> Row:
-    assert isinstance(row, _Taken)
+    assert isinstance(row, _RenumberedRow)
     return row.base
 
 
@@ -148,12 +148,12 @@ def compute_again(
         ConfigError: there are no such rows, or the configuration does not fit them.
         JobError: a signal came, or the rows cannot be written.
     """
-    taken = SampledRows(parts.source, indices, storage)
+    sampled = SampledRows(parts.source, indices, storage)
     audit_parts = dataclasses.replace(
         parts,
-        source=taken,
-        prompt=_PromptOfTaken(parts.prompt),
-        answer=None if parts.answer is None else _AnswerOfTaken(parts.answer),
+        source=sampled,
+        prompt=_OriginalPrompt(parts.prompt),
+        answer=None if parts.answer is None else _OriginalAnswer(parts.answer),
     )
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"

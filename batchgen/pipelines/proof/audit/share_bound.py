@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-LEVEL = 0.95
+LEVEL = 0.95  # the probability with which the share is below the bound
 
 
 def most_different(different: int, looked_at: int) -> float:
@@ -18,7 +18,7 @@ def most_different(different: int, looked_at: int) -> float:
     if different >= looked_at:
         return 1.0
     low, high = different / looked_at, 1.0
-    for _ in range(60):
+    for _ in range(60):  # bisection; more halvings than a float64 has bits
         middle = (low + high) / 2
         if _at_most(different, looked_at, middle) > 1 - LEVEL:
             low = middle

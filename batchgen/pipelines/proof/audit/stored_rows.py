@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from batchgen.pipelines.proof.audit.drawn_rows import drawn_rows
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.row_order import KEYS, ROW_COLUMN
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.util.errors import ConfigError
 
@@ -36,7 +36,7 @@ class StoredRows:
         self._shards = sorted(self._files)
         # All shards but the last one of the job have as many rows as they can.
         last = read_columns(self._files[self._shards[-1]], KEYS[:1])
-        in_last = pc.count_distinct(last[KEYS[0]]).as_py()
+        in_last = pc.count_distinct(last[ROW_COLUMN]).as_py()
         self.count: int = (len(self._shards) - 1) * self._rows_per_shard + in_last
 
     def choose(self, rows: int, seed: int) -> list[int]:
@@ -58,7 +58,7 @@ class StoredRows:
         assert schema is not None
         shard, batches = self._reader.shard(index // self._rows_per_shard), list[pa.RecordBatch]()
         for batch in shard.batches(schema.names, first_row=index):
-            batches.append(batch.filter(pc.equal(batch[KEYS[0]], index)))
-            if pc.max(batch[KEYS[0]]).as_py() > index:
+            batches.append(batch.filter(pc.equal(batch[ROW_COLUMN], index)))
+            if pc.max(batch[ROW_COLUMN]).as_py() > index:
                 break
         return pa.Table.from_batches(batches, schema=schema)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchgen.engine.constraint.vocabulary import Vocabulary
 
-_BYTES = "bytes:"
+_BYTES = "bytes:"  # the prefix of a token that has no text
 _COLUMNS = ("token_ids", "logprobs", "top_logprobs", "top_logprob_ids")
 
 
@@ -88,7 +88,8 @@ class ChoiceLogprobs:
     def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Return, for each token, the number of complete characters of the text before it. Tokens
         that the text does not show, such as special ones, add no characters."""
-        spellings = [self._bytes(token) * (token in self._vocabulary.plain) for token in ids]
+        plain = self._vocabulary.plain
+        spellings = [self._bytes(token) if token in plain else b"" for token in ids]
         # Tokenizers like SentencePiece leave out the space before the first word.
         drops_space = b"".join(spellings).startswith(b" ") and not text.startswith(" ")
         decoder, offset, offsets = getincrementaldecoder("utf-8")("replace"), 0, []

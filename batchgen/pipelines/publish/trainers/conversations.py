@@ -69,12 +69,13 @@ class Conversations:
         self._text = rows.text_column
         prompt = rows.group("prompt")
         parsed = None if messages is None else _parsed(messages)
-        self._column: list[str] = []
-        self._continues = False
-        self._given_answer: RowTemplate | None = None
+        self._column: list[str] = []  # the path of the messages in the rows; empty: no column
+        self._continues = False  # whether the answer continues the prompt's last message
+        self._given_answer: RowTemplate | None = None  # None: the answer is the generated text
         if parsed is not None:
-            turns = parsed
-            if answers and turns[-1][0] != _ASSISTANT:
+            turns = parsed  # (role, template)
+            last_role, _ = turns[-1]
+            if answers and last_role != _ASSISTANT:
                 raise ConfigError("--messages must end with the assistant's, which is the answer")
         else:
             turns = self._of_job(prompt)

@@ -92,13 +92,17 @@ def pairs(
         and same[i] != same[j]
     ]
     candidates.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
-    used = [0] * len(scores)
+    used = [0] * len(scores)  # the number of chosen pairs with each member
+
+    def uses(pair: tuple[float, int, int]) -> int:
+        _, i, j = pair
+        return used[i] + used[j]
+
     chosen: list[tuple[int, int]] = []
     while candidates and len(chosen) < limit:
-        best = min(
-            range(len(candidates)), key=lambda at: used[candidates[at][1]] + used[candidates[at][2]]
-        )
-        _, i, j = candidates.pop(best)
+        best = min(candidates, key=uses)  # the first of equal ones
+        candidates.remove(best)
+        _, i, j = best
         used[i] += 1
         used[j] += 1
         chosen.append((i, j))

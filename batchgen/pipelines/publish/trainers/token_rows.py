@@ -111,10 +111,10 @@ class TokenRows:
         is_rollout = self._to in ("rl", "trace_rl")
         self._reward = self._expression("by", reward if is_rollout else None)
         self._decode = job_decode(rows.config) if self._to == "trace_rl" else None
-        self._talks: Conversations | None = None
+        self._conversations: Conversations | None = None
         if self._to in ("kd", "kd-v1"):
-            self._talks = Conversations(rows, request.messages, None, answers=True)
-            self._wanted |= self._talks.wanted
+            self._conversations = Conversations(rows, request.messages, None, answers=True)
+            self._wanted |= self._conversations.wanted
         self.schema = self._schema()
 
     def _needed(self) -> list[str]:
@@ -136,8 +136,8 @@ class TokenRows:
 
     def _schema(self) -> pa.Schema:
         columns = _SCHEMAS[self._to]
-        if self._talks is not None:
-            columns = [*self._talks.fields, *columns]
+        if self._conversations is not None:
+            columns = [*self._conversations.fields, *columns]
         if self._experts:
             columns = [*columns, (_EXPERTS, _ROUTING)]
         return pa.schema(columns)
@@ -158,8 +158,8 @@ class TokenRows:
 
     def _kd(self, row: LocatedRow) -> dict[str, Any]:
         """Return a row of `kd` or `kd-v1`: the conversation and the top log-probabilities."""
-        assert self._talks is not None
-        columns = self._talks.of(row).columns
+        assert self._conversations is not None
+        columns = self._conversations.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
         if self._to == "kd":
             return columns | {_LOGPROBS: top, "target_token_ids": ids}

@@ -24,7 +24,7 @@ from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenR
 from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.util.errors import ConfigError
 
-TOLD = b"batchgen.export"
+EXPORT_KEY = b"batchgen.export"
 """The metadata key of a Parquet file under which JSON says from which rows the file was made."""
 
 
@@ -64,7 +64,7 @@ def export_for(
     assert out is not None and target is not None
     if form == "parquet":
         facts = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
-        count = write_parquet(lines, lines.schema, target, {TOLD.decode(): facts})
+        count = write_parquet(lines, lines.schema, target, {EXPORT_KEY.decode(): facts})
         return Exported(count, lines.left_out)
     return _folder(rows, request, lines, out, target)
 

@@ -1,5 +1,11 @@
-"""Converts finished rows to the rows that trainers read, in the formats sft, dpo, kto, grpo and
-prm. `batchgen export --to` uses `TrainerRows`."""
+"""Converts finished rows to the rows that trainers read. `batchgen export --to` uses `TrainerRows`.
+
+- sft: a conversation (`messages`, or `prompt` and `completion`)
+- dpo: two answers to one prompt (`prompt`, `chosen`, `rejected`) and their scores
+- kto: an answer and whether it is good (`prompt`, `completion`, `label`)
+- grpo: a prompt, its right answer, and the mean score of its samples (`pass_rate`)
+- prm: a prompt, the steps of its answer (`completions`), and whether each is right (`labels`)
+"""
 
 from __future__ import annotations
 
@@ -92,20 +98,21 @@ class TrainerRows:
 
     def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if an option does not fit the rows."""
-        self._rows, self._asked, self.left_out = rows, request, Counter[str]()
+        self._rows, self._request, self.left_out = rows, request, Counter[str]()
         self.made_of: list[Place] = []
         columns = rows.columns
-        self._of: dict[str, RowExpression] = {}
-        for name, source in self._expressions().items():
-            self._of[name] = columns.expression(f"--{name}", source)
-        self._wanted = columns.named([n for n in _OWN if n in columns.names])
+        self._of: dict[str, RowExpression] = {  # option → its expression
+            name: columns.expression(f"--{name}", text)
+            for name, text in self._expressions().items()
+        }
+        self._wanted = columns.named([n for n in _KEPT_COLUMNS if n in columns.names])
         for expression in self._of.values():
             self._wanted |= columns.read_by(expression)
         self._answers = request.to in ("sft", "dpo", "kto")
-        self._talks = Conversations(
+        self._conversations = Conversations(
             rows, request.messages, request.reasoning, answers=self._answers
         )
-        self._wanted |= self._talks.wanted
+        self._wanted |= self._conversations.wanted
         self._tools = self._tools_column()
         makers = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
         makers["prm"] = self._prm
@@ -114,14 +121,10 @@ class TrainerRows:
 
     def _expressions(self) -> dict[str, str]:
         """Return the expressions of the options, including the format's defaults."""
-        request, columns = self._asked, self._rows.columns.names
+        request, columns = self._request, self._rows.columns.names
         expressions = {name: getattr(request, name) for name in ("where", "by", "label", "answer")}
         if request.to == "grpo":
-            expressions = {
-                **expressions,
-                "by": request.by or "mark",
-                "answer": request.answer or "target",
-            }
+            expressions |= {"by": request.by or "mark", "answer": request.answer or "target"}
             if request.by is None and "mark" not in columns:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
@@ -144,14 +147,14 @@ class TrainerRows:
         named = prompt.get("tools_column")
         if prompt.get("kind") == "openai":
             named = f"{prompt['body_column']}.tools"
-        path = str(named or "").split(".") if self._asked.to == "sft" else [""]
-        if self._asked.messages is not None or path[0] not in self._rows.columns.names:
+        path = str(named or "").split(".") if self._request.to == "sft" else [""]
+        if self._request.messages is not None or path[0] not in self._rows.columns.names:
             return []
         self._wanted |= self._rows.columns.named(path[:1])
         return path
 
     def _schema(self) -> pa.Schema:
-        kind, score = self._talks.kind, pa.float64()
+        kind, score = self._conversations.kind, pa.float64()
         columns: dict[str, list[tuple[str, pa.DataType]]] = {
             "dpo": [
                 *((name, kind) for name in ("prompt", "chosen", "rejected")),
@@ -167,9 +170,9 @@ class TrainerRows:
                 *(("completions", pa.list_(pa.string())), ("labels", pa.list_(pa.bool_()))),
             ],
         }
-        fields = columns.get(self._asked.to, [])
-        if self._asked.to == "sft":
-            fields = self._talks.fields
+        fields = columns.get(self._request.to, [])
+        if self._request.to == "sft":
+            fields = self._conversations.fields
             if self._tools:
                 fields = [*fields, ("tools", pa.string())]
         return pa.schema(fields)
@@ -182,7 +185,7 @@ class TrainerRows:
     def _passed(self) -> Iterator[LocatedRow]:
         """Yield the rows that have an answer and pass `where`."""
         for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
-            if self._answers and not self._talks.has_answer(row):
+            if self._answers and not self._conversations.has_answer(row):
                 self.left_out["without a text"] += 1
                 continue
             self.made_of = [(row.shard, row.position)]
@@ -190,7 +193,7 @@ class TrainerRows:
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            columns = self._talks.of(row).columns
+            columns = self._conversations.of(row).columns
             if self._tools:
                 value = field_value(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
@@ -203,7 +206,7 @@ class TrainerRows:
             if label is None:
                 self.left_out["without a label"] += 1
                 continue
-            talk = self._talks.of(row)
+            talk = self._conversations.of(row)
             yield {"prompt": talk.prompt, "completion": talk.answer, "label": bool(label)}
 
     def _members(
@@ -223,14 +226,14 @@ class TrainerRows:
             )
             for row in self._passed()
         )
-        is_adjacent = not self._rows.is_set and not self._asked.across
+        is_adjacent = not self._rows.is_set and not self._request.across
         return adjacent_groups(members) if is_adjacent else scattered_groups(members)
 
     def _key(self, row: LocatedRow) -> str:
         """Return the key of a row's group."""
         origin = row.variables.get("source")
         source = origin if isinstance(origin, dict) and "row_id" in origin else None
-        if not self._asked.across:
+        if not self._request.across:
             if not self._rows.is_set:
                 return str(row.variables["row_index"])
             if source is None:
@@ -245,8 +248,8 @@ class TrainerRows:
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
-        gap, limit = self._asked.gap or 0.0, self._asked.pairs or 1
-        for group in self._members(lambda row: _parts(self._talks.of(row))):
+        gap, limit = self._request.gap or 0.0, self._request.pairs or 1
+        for group in self._members(lambda row: _parts(self._conversations.of(row))):
             scores = [member.score for member in group]
             texts = [member.content["answer"] for member in group]
             if None in scores:
@@ -274,7 +277,7 @@ class TrainerRows:
         def content(row: LocatedRow) -> dict[str, Any]:
             answer = expression_value(self._of["answer"], row)
             return {
-                "prompt": self._talks.of(row).prompt,
+                "prompt": self._conversations.of(row).prompt,
                 "answer": None if answer is None else plain_text(answer),
                 "row_id": row.variables["id" if self._rows.is_set else "row_id"],
             }
@@ -290,10 +293,7 @@ class TrainerRows:
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            steps, labels = (
-                expression_value(self._of["steps"], row),
-                expression_value(self._of["labels"], row),
-            )
+            steps, labels = (expression_value(self._of[n], row) for n in ("steps", "labels"))
             for name, value in (("steps", steps), ("labels", labels)):
                 if not isinstance(value, list):
                     raise ConfigError(
@@ -308,7 +308,7 @@ class TrainerRows:
                 self.left_out["without steps, or without a label for one"] += 1
                 continue
             yield {
-                "prompt": _as_text(self._talks.of(row), row),
+                "prompt": _as_text(self._conversations.of(row), row),
                 "completions": [plain_text(step) for step in steps],
                 "labels": [bool(label) for label in labels],
             }
@@ -322,15 +322,15 @@ def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
     return dataset.get("kind") == "job" and is_several
 
 
-_OWN = ("error", "row_id", "row_index", "id", "source")
+_KEPT_COLUMNS = ("error", "row_id", "row_index", "id", "source")
+"""The columns that every format reads, if the rows have them."""
 _PLACE = "place"
 """The key in a member's content under which the location of its row is kept."""
 Place = tuple[int, int]
 
 
 def _places(members: Sequence[GroupMember]) -> list[Place]:
-    locations = [member.content[_PLACE] for member in members]
-    return [(shard, position) for shard, position in locations]
+    return [tuple(member.content[_PLACE]) for member in members]
 
 
 def _parts(talk: Exchange) -> dict[str, Any]:

@@ -256,6 +256,14 @@ def test_against_takes_out_what_has_a_passage_of_the_other(tables: dict[str, str
     ]
 
 
+def test_against_texts_without_words_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text('{"text": ""}\n{"text": "?!"}\n{"text": null}\n')
+    step = Against(path=str(path), column="text", ngram=3)
+    with pytest.raises(ConfigError, match=r"bench.jsonl has no words in column 'text'"):
+        one(step, {"text": "a green ant"})
+
+
 def test_join_adds_columns_by_key(tables: dict[str, str]) -> None:
     rows = ({"topic": "b"}, {"topic": "a"}, {"topic": "c"}, {"topic": None})
     step = Join(path=tables["scores"], on=("topic",), columns={"score": "s", "more": "m"})

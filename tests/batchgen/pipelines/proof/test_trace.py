@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.storage.folder.export_record import ExportRecord, MadeExport
+from batchgen.storage.folder.export_record import ExportEntry, ExportRecord
 from batchgen.storage.folder.pipeline_record import PipelineRecord
 from tests.support.jobs.finished_job import finished_job, row
 from tests.support.jobs.real_job import ROWS, overrides, run
@@ -201,7 +201,7 @@ def test_a_line_is_traced_by_what_it_holds(
     assert run_command([*export, str(file)]) == 0
     if form == "jsonl":  # as a pipeline writes it
         options = {"answer": "q"}
-        made = MadeExport("0", ("0",), of, {"step": "draft", "to": "grpo", "options": options})
+        made = ExportEntry("0", ("0",), of, {"step": "draft", "to": "grpo", "options": options})
         ExportRecord(folder, {}).write(file.name, made)
         (tmp_path / "out/pipeline.json").write_text(PipelineRecord({}).text())
     capsys.readouterr()

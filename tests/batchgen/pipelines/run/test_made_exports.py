@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.pipelines.run import make_sets
-from batchgen.storage.folder.export_record import ExportRecord, MadeExport, content_digest
+from batchgen.storage.folder.export_record import ExportEntry, ExportRecord, content_digest
 from batchgen.storage.folder.step_folders import find_record
 from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import JobError
@@ -178,7 +178,7 @@ def test_records_of_other_versions(made: Path, copy: Path) -> None:
     values = json.loads(path.read_text())
     old = {name: one["request"] for name, one in values["exports"].items()}
     path.write_text(json.dumps(old))
-    assert ExportRecord.read(path.parent).exports == {n: MadeExport(r) for n, r in old.items()}
+    assert ExportRecord.read(path.parent).exports == {n: ExportEntry(r) for n, r in old.items()}
     before = contents(copy)
     assert again(made, copy) == 0
     assert contents(copy) == before and as_recorded(copy)

@@ -16,7 +16,7 @@ from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
 from batchgen.pages.viewer.rows.filters import MARKS, SampleFilter
 from batchgen.pages.viewer.rows.row_id_index import RowIds, StillSearching
-from batchgen.pages.viewer.rows.search import Found, Search, excerpts
+from batchgen.pages.viewer.rows.search import Search, SearchResult, excerpts
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.written_job import grade_job, write_job
@@ -128,11 +128,11 @@ def test_a_search_ends_in_time_and_goes_on(graded: Path) -> None:
     first = 0
     for shard in range(1, 5):
         found = late.forward(first, 50)
-        assert found == Found({}, shard * PER_SHARD, PER_SHARD * SAMPLES)
+        assert found == SearchResult({}, shard * PER_SHARD, PER_SHARD * SAMPLES)
         first = shard * PER_SHARD
     assert late.forward(first, 50).next_row is None
     back = late.backward(ROWS, 1)
-    assert back == Found({}, 40, (ROWS - 40) * SAMPLES)
+    assert back == SearchResult({}, 40, (ROWS - 40) * SAMPLES)
     assert late.backward(10, 1).next_row is None
     assert every(late, 50) == {}
 

@@ -29,7 +29,7 @@ THUMBNAILS = "thumbnails"
 """Small pictures of the images of rows."""
 OF_WORKERS = (LEASES, WORKERS)
 """The folders through which workers coordinate while a job runs."""
-OWN = (
+JOB_FILES = (
     *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *(KEYS, THUMBNAILS, "README.md", "config.yaml", "metrics.json", MANIFEST),
 )
@@ -47,7 +47,7 @@ def refuse_links(folder: Path) -> None:
     Raises:
         ConfigError: there is a link or a pipe.
     """
-    names = {LOCK, LOCKS, LOGS, *OWN}
+    names = {LOCK, LOCKS, LOGS, *JOB_FILES}
     logs = os.path.join(os.path.realpath(folder), LOGS, "")
     for entry in _odd([entry for entry in _entries(folder) if entry.name in names]):
         if Path(entry.path).relative_to(folder).parts[0] == LOGS and entry.is_file():

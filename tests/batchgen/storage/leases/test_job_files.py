@@ -11,13 +11,19 @@ import pytest
 
 from batchgen.__main__ import run_command
 from batchgen.storage.leases.folder_lock import FolderLock
-from batchgen.storage.leases.own_files import OWN, refuse_links
+from batchgen.storage.leases.job_files import JOB_FILES, refuse_links
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.finished_job import finished_job, row
 
 SECRET = "a secret of the user"
-NAMES = [*OWN, "data/part-00000.parquet", "grades/steps.json", "grades/part-00001.parquet", ".lock"]
+NAMES = [
+    *JOB_FILES,
+    "data/part-00000.parquet",
+    "grades/steps.json",
+    "grades/part-00001.parquet",
+    ".lock",
+]
 VERBS = [
     ["show", "out"], ["export", "out"], ["status", "out"], ["report", "out"],
     ["grade", "out"], ["score", "out", "--save"], ["compare", "out", "out"], ["validate", "out"],
