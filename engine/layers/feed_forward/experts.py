@@ -318,12 +318,12 @@ class Experts(nn.Module):
             FourBitPanels(self.down_proj, down_scales, down_layout),
         )
 
-    def scratch_bytes(self, slots: int) -> int:
-        """Return the bytes of the weights that are dequantised at once in a forward of `slots`
+    def scratch_bytes(self, pairs: int) -> int:
+        """Return the bytes of the weights that are dequantised at once in a forward of this many
         pairs of a token and one of its experts; 0 if none are, because kernels read 4-bit
         weights for so few pairs."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
-        if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
+        if self._layouts is None or four_bit_tiles(pairs, self._num_experts, self._layouts[1]):
             return 0
         return experts * rows * columns * torch.bfloat16.itemsize
 
