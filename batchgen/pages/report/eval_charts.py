@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -31,7 +31,8 @@ from batchgen.util.hidden import visible
 from batchgen.util.text.text_table import COUNT_AS, percent_text, score_value, value_range
 
 
-class _LengthGroup(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _LengthGroup:
     """The answers of `first` to `last` tokens that have a mark."""
 
     first: int
