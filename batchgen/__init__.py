@@ -10,7 +10,8 @@ import os
 import sys
 
 # `python -m batchgen` looks for modules in the working directory first, which may be a stranger's
-# folder. While Python looks for this module, its argv[0] is -m.
+# folder. While Python looks for this module, its argv[0] is -m. The folder is dropped from the
+# search path unless this package itself lies in it.
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
     if sys.path[:1] == [os.getcwd()] != [os.path.dirname(__path__[0])]:
         del sys.path[0]

@@ -244,8 +244,9 @@ class LLMEngine:
         self._compiling.close()
         if self._leader is not None:
             # The ranks' communicator must outlive the CUDA graphs that captured its operations.
-            for runner in self._runners.values() if self.is_usable else ():
-                runner.drop_graphs()
+            if self.is_usable:
+                for runner in self._runners.values():
+                    runner.drop_graphs()
             self._leader.close()
 
     def measure_costs(self) -> None:

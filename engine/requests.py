@@ -256,6 +256,7 @@ class Requests:
                 f"is {self._max_model_len}: shorten them, or raise max_model_len if the model "
                 "allows it",
             )
+        # A row that generates needs room for at least one token.
         if answer is None and len(prompt) + bool(params.max_new_tokens) > self._max_model_len:
             raise RequestError(
                 "prompt_too_long",

@@ -63,6 +63,7 @@ class StateReader:
     ) -> Iterator[tuple[StateBatch, StepOutput]]:
         """Yield the scores of the answers' tokens. Each token is scored by the hidden state of the
         token before it."""
+        # Each of `rows` is a range of tokens; its `row` is the index of their row in the batch.
         seqs, device = [batch.seqs[row.row] for row in rows], self._runner.device
         row_indices, positions, sources = _state_indices(batch, rows)
         token_ids = [
@@ -105,6 +106,7 @@ class StateReader:
             if CLASS_SCORES in requested:
                 columns[CLASS_SCORES] = self._runner.class_scores(states).float().unsqueeze(1)
             failed = ~states.isfinite().all(-1)
+            # A step has an entry of `columns` for each token, so every state counts as one.
             no_tokens = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)
             num_tokens = torch.ones(len(states), dtype=torch.int32, device=states.device)
             return StepOutput(num_tokens, no_tokens, failed, columns)

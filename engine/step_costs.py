@@ -101,9 +101,10 @@ class CostShares:
             costs.append((request_id, float(self._seconds[account])))
             self._seconds[account] = 0.0
             self._free.append(account)
-        for request_id, account in self._accounts.items() if running else ():
-            costs.append((request_id, float(self._seconds[account])))
-            self._seconds[account] = 0.0
+        if running:
+            for request_id, account in self._accounts.items():
+                costs.append((request_id, float(self._seconds[account])))
+                self._seconds[account] = 0.0
         return costs
 
     def _account(self, seq: Sequence) -> int:

@@ -161,7 +161,7 @@ def _with_blocks(tables: Tensor, new: abc.Sequence[tuple[int, int, int]]) -> Ten
     if width > tables.shape[1]:
         # The width is doubled so that tables are rarely copied. Unused entries are 0, the scratch
         # block.
-        tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
+        tables = F.pad(tables, (0, 2 * width - tables.shape[1]))  # on the right
     rows, columns, blocks = upload(entries, torch.int64, tables.device).unbind(1)
     tables[rows, columns] = blocks
     return tables

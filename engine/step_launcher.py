@@ -163,6 +163,7 @@ class StepLauncher:
                 states.copy(sources, np.array([seq.state_slot for seq in restored], np.int64))
                 for seq in restored:
                     seq.restore_from = None
+            # Earlier chunks of the rows have replayed this many tokens (`RowStates.begin`).
             assert steps_from is not None
             num_replayed = [max(seq.num_computed_tokens - steps_from(seq), 0) for seq in seqs]
             slots = [seq.state_slot for seq in seqs]

@@ -94,8 +94,8 @@ class HydraTask:
 
     Attributes:
         arguments: the command line in Hydra's grammar.
-        below: the parent of the jobs' folders: "sweep.dir" or "run.dir" of Hydra, "output.dir", or
-            "" if `output.dir` is a job's own folder.
+        parent_setting: the setting that names the parent of the jobs' folders: "sweep.dir" or
+            "run.dir" of Hydra, "output.dir", or "" if `output.dir` is a job's own folder.
         trust: which code named in configuration files may run.
         process: the id of the process in which the command was typed.
         jobs: the jobs that have run in that process.
@@ -103,7 +103,7 @@ class HydraTask:
     """
 
     arguments: HydraArguments
-    below: str
+    parent_setting: str
     trust: Trust
     process: int = field(default_factory=os.getpid)
     jobs: list[SweepJob] = field(default_factory=list)
@@ -122,7 +122,8 @@ class HydraTask:
             share_cores()
             be_quiet()
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        job = SweepJob((self._name() or ".") if sweep else "", None)
+        # "." stands for the parent folder itself.
+        job = SweepJob((self._name() or ".") if sweep else "", config=None)
         if sweep:
             of_total = f" of {len(self.arguments.names)}" if self.arguments.names else ""
             print(f"── job {HydraConfig.get().job.num + 1}{of_total}: {job.name}", flush=True)
@@ -137,12 +138,14 @@ class HydraTask:
     def _run(self, cfg: DictConfig, job: SweepJob) -> JobOutcome:
         """Set the job's output folder, complete its configuration, and run it."""
         hydra_config = HydraConfig.get()
-        if self.below == "run.dir":
+        if self.parent_setting == "run.dir":
             cfg.output.dir = hydra_config.run.dir
-        elif self.below:
+        elif self.parent_setting:
             subdir = hydra_config.sweep.subdir
-            parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
-            name = job.name if subdir == "." else subdir
+            parent = cfg.output.dir
+            if self.parent_setting == "sweep.dir":
+                parent = hydra_config.sweep.dir
+            name = job.name if subdir == "." else subdir  # conf/config.yaml sets `.`
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
         groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
         job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
@@ -156,7 +159,7 @@ class HydraTask:
         if varied in self.arguments.names:
             return self.arguments.names[varied]
         return job_folder_name(
-            [self.arguments.typed.get(text, text).lstrip("+") for text in varied], ()
+            [self.arguments.typed.get(text, text).lstrip("+") for text in varied], taken=()
         )
 
 
@@ -176,10 +179,10 @@ def run_hydra(options: Options) -> int:
     words = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
     parent = hydra_value(options.hydra, "hydra.sweep.dir")
     if sweep and parent is None:
-        if task.below == "sweep.dir":
+        if task.parent_setting == "sweep.dir":
             parent = str(dated_folder(options))
             record(Path(parent), options)
-        elif task.below:
+        elif task.parent_setting:
             parent = arguments.output_dir
         if parent is not None:
             words.append(hydra_argument("hydra.sweep.dir", parent))

@@ -29,6 +29,10 @@ from batchgen.util.errors import ConfigError
 class HydraArguments:
     """A command line in Hydra's grammar.
 
+    For `model.path=m sampling.seed=1,2`: fixed is ["model=hf", "++model.path='m'"], swept is
+    ["++sampling.seed=1,2"], typed is {"++sampling.seed=1": "sampling.seed=1", …}, and names is
+    {("++sampling.seed=1",): "sampling.seed=1", …}.
+
     Attributes:
         fixed: the arguments that all jobs share.
         output_dir: the value of `output.dir`, of the first job if it differs between jobs.
@@ -65,13 +69,13 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
     composed = compose_options(options, first)
     refuse_resolvers(_in_hydras_words(composed.groups), RESOLVERS_OF_HYDRA)
     result = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
-    parts: list[list[str]] = []
+    parts: list[list[str]] = []  # for each swept argument, its values as arguments of one job
     for argument in varied:
         text, typed = _swept_argument(argument)
         result.swept.append(text)
         result.typed.update(typed)
         parts.append(list(typed))
-    if all(parts):
+    if all(parts):  # every argument's values can be listed
         names = FolderNames()
         for job in itertools.product(*parts):
             result.names[job] = names.of([result.typed[part] for part in job])
@@ -172,6 +176,8 @@ def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
         values, first, folders=choice_folders(options), locations=locations
     )
     swept_keys = {argument.partition("=")[0].lstrip("+") for argument in varied}
+    # A group that is a class of the user's has no choice: Hydra's default choice is removed, and
+    # the keys of the class are added one by one.
     words = [f"~{group}" for group in user_values.whole]
     words += [
         f"{group}={name}" for group, name in user_values.choices.items() if group not in swept_keys

@@ -171,8 +171,9 @@ class FolderNames:
         parent folder."""
         key = tuple(argument for argument in overrides if not names_worker(argument))
         if key not in self._names:
-            alone = overrides and not key
-            self._names[key] = "" if alone else job_folder_name(key, list(self._names.values()))
+            only_worker = overrides and not key  # the jobs differ in nothing else
+            taken = list(self._names.values())
+            self._names[key] = "" if only_worker else job_folder_name(key, taken)
         return self._names[key]
 
 

@@ -26,8 +26,8 @@ def list_jobs(options: Options) -> int:
         raise ConfigError(
             "--dry-run cannot list this sweep: give a finite list of values: a,b or range(…)"
         )
-    below = parent_of_jobs(arguments, options, sweep=True)
-    parent = str(dated_folder(options)) if below == "sweep.dir" else arguments.output_dir
+    setting = parent_of_jobs(arguments, options, sweep=True)
+    parent = str(dated_folder(options)) if setting == "sweep.dir" else arguments.output_dir
     rows, faults = [("job", "state", "folder")], []
     for values, name in arguments.names.items():
         typed = iter([arguments.typed[value] for value in values])
@@ -37,7 +37,7 @@ def list_jobs(options: Options) -> int:
         ]
         try:
             groups = compose_options(options, words).groups
-            folder = _folder(parent, name) if below else str(groups["output"]["dir"])
+            folder = _folder(parent, name) if setting else str(groups["output"]["dir"])
             config = load_config(_within(groups, folder), trust_of(options, words))
             check_early(config, folder=True)
         except ConfigError as error:

@@ -75,6 +75,7 @@ def wrapped(text: str, width: int, limit: int | None = None) -> list[str]:
 
 
 def _broken(line: str, width: int) -> list[str]:
+    """Break a line into lines of at most `width` columns."""
     lines = []
     while _columns(line) > width:
         fits = taken = 0

@@ -51,7 +51,7 @@ class ContextRows:
         arrays, end = [empty], 0
         for number, length in enumerate(self._lengths):
             end += length
-            if end > start:
+            if end > start:  # number 0 is `_known`, then come the parts
                 values = self._parts[number - 1][column.name].wait() if number else None
                 values = self._known[column.name] if values is None else values
                 arrays.append(values[max(length - (end - start), 0) :])

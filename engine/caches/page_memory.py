@@ -81,7 +81,9 @@ class PageMemory:
         if self.in_fp8:
             scales = self._planes(_scale_size, SCALE_DTYPE, device)
         planes = zip(key, value, scales, strict=True)
-        return {index: KVCache(*of) for index, of in zip(self.layers, planes, strict=True)}
+        return {
+            index: KVCache(*tensors) for index, tensors in zip(self.layers, planes, strict=True)
+        }
 
     def _sizes(self, size: Callable[[KVSpec], int], dtype: torch.dtype) -> tuple[int, int, bool]:
         """Return the bytes of a page that layers with a window take for `size` values of a token
@@ -124,4 +126,4 @@ def _head_size(spec: KVSpec) -> int:
 
 
 def _scale_size(spec: KVSpec) -> int:
-    return 2
+    return 2  # the scale of the key, and that of the value

@@ -53,6 +53,7 @@ class PageNeeds:
         if not self.window:
             return tokens * 0
         pages = _divide(tokens, self.block_size * self.layout.window_blocks)
+        # The smaller of both, for a number and for an array.
         return pages - (pages - self.row_pages) * (pages > self.row_pages)
 
     def windows_of_any(self, tokens: int) -> int:

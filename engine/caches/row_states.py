@@ -2,7 +2,12 @@
 
 Each row in flight has a *state slot*. The slot holds one state for each recurrent layer, and the
 *records* of the newest tokens, which are not folded into the state yet (see `RowMetadata` in
-`forward_context.py`). `ModelCaches` owns the `RowStates` of a model.
+`forward_context.py`). A decode step leaves a record of each of its tokens, and *folds* the oldest
+ones: it applies their effects to the state. A prefill writes the state after its last token, and
+leaves records only of *replayed* tokens: generated tokens that it computes as decode steps, so that
+they have the same bits as when they were generated (`replay.py`).
+
+`ModelCaches` owns the `RowStates` of a model.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ class StateCache(NamedTuple):
     # [R] int32, how many records of accepted tokens are not folded into the slot's state yet.
     pending: Tensor
     first: Tensor  # [R] int32, the index in the ring of the oldest pending record
-    # A decode step folds this many pending records into the state at once, and writes the state
-    # back.
+    # A decode step folds pending records into the state this many at a time, while at least this
+    # many are pending, and writes the state back.
     fold: int
 
 
@@ -111,8 +116,15 @@ class RowStates:
         replayed: npt.NDArray[np.int64],
         before: npt.NDArray[np.int64],
     ) -> list[ReplayStep]:
-        """Plan how a prefill computes tokens with the rounding of decode steps; see
-        `replay_steps`."""
+        """Plan the decode steps by which a prefill computes the replayed tokens of B rows; see
+        `replay_steps`.
+
+        Args:
+            slots: [B] int64, the rows' state slots.
+            query_lens: [B], the number of tokens of each row in the prefill.
+            replayed: [B], how many of these, the last ones, are replayed.
+            before: [B], how many tokens of the row earlier prefills have replayed.
+        """
         sizes = ReplaySizes(len(self._pending), self._ring, self._fold)
         return replay_steps(slots, query_lens, replayed, before, sizes)
 
@@ -121,17 +133,21 @@ class RowStates:
 
         Args:
             slots: [B] int64, the state slots of the step's rows.
-            num_tokens: [B], how many tokens the step produced. Equally many of the tokens that it
-                read stay: the newest one and the accepted drafts.
+            num_tokens: [B], how many tokens the step produced. The step read the row's newest token
+                and drafts; with a drafts accepted it produced a + 1 tokens, and the records of the
+                a + 1 tokens that it read first stay.
         """
         pending, first = self._pending[slots], self._first[slots]
-        kept = pending % self._fold  # that step has folded the others
+        kept = pending % self._fold  # that step has folded all whole groups of `fold` records
         self._first.index_copy_(0, slots, (first + pending - kept) % self._ring)
         self._pending.index_copy_(0, slots, kept + num_tokens.int())
 
     def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
-        """Copy the states of all layers from the slots `sources` [N] to the slots `targets` [N]. No
-        target may be among the sources."""
+        """Copy the states of all layers from the slots `sources` [N], which are snapshots, to the
+        slots `targets` [N] of rows. No target may be among the sources.
+
+        Snapshots have no records, and `begin` resets those of the targets before their prefill.
+        """
         # Copied one by one, because an indexed copy would need as much memory again.
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._pool[target].copy_(self._pool[source])

@@ -102,8 +102,10 @@ def _cancel(jobs: _Jobs[R, A], num_threads: int) -> None:
             job = jobs.get_nowait()
         except Empty:
             break
-        if job is not None and job[0].cancel():
-            job[0].set_running_or_notify_cancel()  # wakes `concurrent.futures.wait`
+        if job is not None:
+            future, _ = job
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # wakes `concurrent.futures.wait`
     for _ in range(num_threads):
         jobs.put(None)
 

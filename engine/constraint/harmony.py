@@ -16,6 +16,7 @@ FINAL = "final"
 """The name of the channel that contains the answer."""
 WHITESPACE = " \t\r\n\f\v"
 """The characters that may precede the name of a channel."""
+# In the order of the fields of HarmonyTokens.
 _NAMES = ("start", "channel", "message", "constrain", "end", "return", "call")
 
 

@@ -73,6 +73,8 @@ def _may_follow(state: Any, text: bytes) -> bool:
 
 
 class _Step(NamedTuple):
+    """A tentative token, and what is needed to take it back."""
+
     token_id: int
     searched: int | None  # the state of the marker search before the token; None if it was over
     moved: bool  # whether xgrammar's matcher advanced by a step

@@ -5,6 +5,11 @@ replays the graph. The *kind* of a graph is a decode step, a prefill, or a mixed
 captured for several batch sizes. Padding rows are on *scratch*: block 0 of the caches, which
 belongs to no row. *Replayed tokens* (`ModelInputs.replayed`) are no replay of a graph: a prefill
 computes them with the rounding of decode steps, which graphs do not support.
+
+Three limits of `GraphShapes` say how many tokens a graph can hold: `chunk_tokens` those of the
+prefill in a mixed step, `alone_tokens` those of a prefill without decoding rows, and
+`prefill_tokens` those of a decode step of several tokens per row. Larger batches run without a
+graph.
 """
 
 from __future__ import annotations
@@ -196,7 +201,8 @@ class ForwardGraphs:
 
     def takes_decode(self, num_rows: int, width: int) -> bool:
         """Return whether there is a graph for a decode batch of this many rows of `width`
-        tokens."""
+        tokens. Steps of one token per row always have one; wider ones only while launching their
+        kernels takes longer than computing them, as with prefills of as many tokens."""
         return width == 1 or num_rows * width <= self._shapes.prefill_tokens
 
     def decode_rows(self, num_rows: int, width: int) -> int:
@@ -210,7 +216,7 @@ class ForwardGraphs:
         shapes, tokens = self._shapes, len(inputs.input_ids)
         rows, width = inputs.num_rows, tokens // inputs.num_rows
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
-        has_short_graph = self.decode_rows(rows, width) >= SHORT_ROWS
+        has_short_graph = self.decode_rows(rows, width) >= SHORT_ROWS  # see `short_sizes`
         kind: _Kind = "short" if width == 1 and short and has_short_graph else "decode"
         size = self._choices[kind, width].choose(rows)
         fill_rows(self._decode, inputs, size)
@@ -245,7 +251,8 @@ class ForwardGraphs:
         return fits and not images and self._may_read(inputs)
 
     def _may_read(self, prefill: ModelInputs) -> bool:
-        """Return whether graphs support the inputs of this prefill, whatever its size."""
+        """Return whether graphs support the inputs of this prefill, whatever its size. They support
+        no replayed tokens and no `rope_positions`, which only prompts with images have."""
         replays = prefill.replayed is not None
         has_rope_positions = prefill.rope_positions is not None
         return self._shapes.reads_prompts and not replays and not has_rope_positions
@@ -291,7 +298,7 @@ def _choices_of(shapes: GraphShapes) -> dict[tuple[_Kind, int], GraphChoice]:
     take the most memory come first."""
     choices: dict[tuple[_Kind, int], GraphChoice] = {
         ("prefill", 1): GraphChoice(shapes.prefill_sizes),
-        ("mixed", 1): GraphChoice(shapes.mixed_sizes, shapes.chunk_tokens),
+        ("mixed", 1): GraphChoice(shapes.mixed_sizes, concurrent_tokens=shapes.chunk_tokens),
         ("decode", 1): GraphChoice(shapes.decode_sizes),
         ("short", 1): GraphChoice(shapes.short_sizes),
     }

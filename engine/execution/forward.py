@@ -157,7 +157,8 @@ def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:
 
 
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
-    """Compute the KV slots of a part's tokens [T] int64 from its block tables [B, N]."""
+    """Compute the KV slots of a part's tokens [T] int64 from its block tables [B, N]. A KV slot is
+    the place of a token in the paged cache: block · block_size + offset."""
     return slot_mapping(part.inputs.positions, part.rows, tables, caches.block_size)
 
 

@@ -85,6 +85,7 @@ class ModelRunner:
         self._forward = partial(run_forward, model, caches, block_length, rules)
         self._rules = rules
         self.device = model.device
+        # A CPU's products pad their rows to this multiple; one padding per forward saves copies.
         self._token_multiple = ROW_MULTIPLE if self.device.type == "cpu" else 1
         self._graphs: ForwardGraphs | None = None
 
@@ -163,7 +164,8 @@ class ModelRunner:
         """Run a prefill, which fills the caches, and return the hidden states of the last tokens of
         R of its B rows, [R, hidden_size], valid until the next forward.
 
-        The last layer computes only these tokens, unless a column of context scope is written.
+        The last layer computes only these tokens, unless a column of context scope is written: one
+        in which layers record a value for every token.
         """
         inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)

@@ -146,6 +146,7 @@ class MergedLinear(Linear):
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield each projection under its own name, and under that of the merged weight."""
+        # `start` counts the features on this rank, `first` those of the checkpoint's merged weight.
         start = first = 0
         for name, size in self.parts.items():
             shard, part = self._shards.get(name), LoRAPart(start, size)

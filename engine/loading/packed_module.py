@@ -141,6 +141,7 @@ def _of_words(
     scales = _part(parts, "weight_scale")
     if (packed := parts.get("weight_zero_point")) is not None:
         zeros = packed.to(torch.int32)
+        # Zero points are packed along the outputs, or single numbers that count from the middle.
         if packed.dtype == torch.int32 and len(packed) != rows:
             zeros = _unpacked(packed.T, bits).T[:rows]
         else:

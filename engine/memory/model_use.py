@@ -26,7 +26,9 @@ class ModelUse(NamedTuple):
     # All numbers of tokens per row that a decode forward of this model can have.
     widths: tuple[int, ...]
     forward_rows: int = 1  # the most rows in a decode forward for each row of the batch
-    columns: tuple[OutputColumn, ...] = ()  # the columns of context scope that the model records
+    # The columns that the model records while it computes, for each token of the prompt and of the
+    # answer (`context` in `OutputColumn.scope`).
+    columns: tuple[OutputColumn, ...] = ()
     all_hidden: bool = False  # whether the hidden states of all prefill tokens are needed
 
     def caches(self, sizes: CacheSizes) -> ModelCaches:
@@ -47,24 +49,28 @@ class ModelUse(NamedTuple):
         # A context counts as short only if no layer's attention would split it.
         short_tokens = min(
             (
-                config.rules.splits(config.max_num_seqs, shape.num_kv_heads, 1).tokens
+                config.rules.splits(config.max_num_seqs, shape.num_kv_heads, width=1).tokens
                 for shape in model.attention_shapes
             ),
             default=0,
         )
         short_blocks = short_tokens // config.block_size
+        if short_blocks >= config.row_blocks:
+            short_blocks = 0  # no context is long, so that separate graphs would be equal
+        num_layers = len(model.cache_specs)
         return GraphShapes(
             max_rows=config.max_num_seqs * self.forward_rows,
             max_blocks=config.row_blocks,
             chunk_tokens=config.chunk_tokens,
             prefill_tokens=launch_bound_tokens(
-                len(model.cache_specs), model.parameters_per_token, config.max_batched_tokens
+                num_layers, model.parameters_per_token, config.max_batched_tokens
             ),
-            short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
+            short_blocks=short_blocks,
             widths=self.widths,
+            # Layers record a column's values for all tokens, the last layer too.
             all_tokens=bool(self.columns) or self.all_hidden,
-            # A prefill of latent attention expands the tokens of its contexts, whose number graphs
-            # cannot know.
+            # If a prefill expands all latents of its contexts, its memory depends on the lengths of
+            # the contexts, but the tensors of a graph have fixed sizes.
             reads_prompts=not (config.rules.expand_all_latents and model.has_latents),
         )
 

@@ -294,8 +294,9 @@ def head_size(hf: PretrainedConfig) -> int:
 
 
 def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer by `layer_types`; None for full attention. Raises ValueError,
-    naming the key, if a kind of layer is unknown or the window is not a number."""
+    """Return the window of each layer by `layer_types`, None for full attention; () if no layer has
+    a window. Raises ValueError, naming the key, if a kind of layer is unknown or the window is not
+    a number."""
     kinds: list[str] = hf.layer_types
     if unknown := set(kinds) - {WINDOW, FULL}:
         raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {WINDOW}")

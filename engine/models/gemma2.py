@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Gemma2ForCausalLM(DenseForCausalLM):
-    """Gemma 2: layers with and without a sliding window alternate, and have the same rope."""
+    """Gemma 2: layers with and without a sliding window alternate, and have the same rope.
+
+    A layer computes x + norm(attention(norm(x))), and the same with its MLP. Norms multiply by 1 +
+    the checkpoint's weight.
+    """
 
     norm_places = "both"
     zero_centred = True

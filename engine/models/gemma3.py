@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 class Gemma3ForCausalLM(DenseForCausalLM):
     """Gemma 3: embeddings are multiplied by √hidden_size, MLPs use GELU, and the configuration sets
-    the scale of attention scores."""
+    the scale of attention scores.
+
+    A layer computes x + norm(attention(norm(x))), and the same with its MLP. Norms multiply by 1 +
+    the checkpoint's weight, also those of each head of queries and keys.
+    """
 
     qk_norm = "head"
     norm_places = "both"

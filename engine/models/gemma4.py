@@ -47,7 +47,7 @@ _KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.
 
 class Gemma4ForCausalLM(MoEForCausalLM):
     """Gemma 4: like Gemma 3, with norms of values, without a scale of scores, and with a factor of
-    the residual stream after each layer."""
+    the residual stream after each layer. Norms multiply by the checkpoint's weight in float32."""
 
     qk_norm = "head"
     norm_places = "both"

@@ -1,4 +1,8 @@
-"""Reads the configurations of Gemma's vision towers, and translates the names of their tensors."""
+"""Reads the configurations of Gemma's vision towers, and translates the names of their tensors.
+
+Gemma 3's tower takes square images of one size, and Gemma 4's images of any aspect ratio, with
+positions on two axes. `with_tower` calls `square_tower` and `axial_tower`.
+"""
 
 from __future__ import annotations
 

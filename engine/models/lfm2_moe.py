@@ -29,7 +29,7 @@ class Lfm2MoeForCausalLM(ConvForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        # Scores are sigmoids, and weights score / (their sum + 1e-6) · scale.
+        # Scores are sigmoids; `renormalise` makes weights score / (sum of scores + 1e-6) · scale.
         form = RouterForm(sigmoid=True, scale=hf.routed_scaling_factor, least_sum=1e-6)
         return conv_config(
             hf,

@@ -219,7 +219,7 @@ def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
     unsupported type, or a parameter that is missing or unknown."""
     values = {k: v for k, v in parameters.items() if k != "type" and v is not None}
     rope_type = values.pop("rope_type", None)
-    if rope_type not in [*ROPE_TYPES]:
+    if rope_type not in [*ROPE_TYPES]:  # a list, because a file's value may be unhashable
         raise ValueError(
             f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )

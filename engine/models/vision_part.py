@@ -63,7 +63,9 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 
 def deepstack_tower(hf: PretrainedConfig) -> DeepstackConfig:
-    """Read the configuration of a Qwen3-VL tower. Raises ValueError if it is not supported."""
+    """Read the configuration of a Qwen3-VL tower, in which the results of some blocks are also
+    added to the stream after the decoder's first layers (DeepStack). Raises ValueError if it is not
+    supported."""
     tower = hf.vision_config
     check_positive(num_position_embeddings=tower.num_position_embeddings)
     side = math.isqrt(tower.num_position_embeddings)

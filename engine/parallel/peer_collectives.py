@@ -49,7 +49,7 @@ class PeerCollectives:
         other's memory."""
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
-        inbox_bytes = _LANE_BYTES // size // 32 * 32
+        inbox_bytes = _LANE_BYTES // size // 32 * 32  # a multiple of 32 (`PeerMemory`)
         lanes = FIXED_LANES + 1 + len(_GATHER_LANES)
         memory = symmetric_memory.empty(
             memory_bytes(lanes, size, inbox_bytes), dtype=torch.uint8, device=device

@@ -240,7 +240,8 @@ class Sequence:
         are not needed."""
         if not self.generates:
             return self.next_state
-        return self.num_prefill_tokens - self.prefill_yields
+        # The last token's hidden state yields the next token.
+        return self.num_prefill_tokens - (1 if self.prefill_yields else 0)
 
     @property
     def resumed(self) -> bool:

@@ -45,6 +45,7 @@ class TokenLogs:
         """
         for name, values in step.columns.items():
             self._fit(name, values)
+        # A step may yield more tokens of a row than a log holds.
         for start in range(0, step.token_ids.shape[1], _LOG_TOKENS):
             new = np.clip(counts - start, 0, _LOG_TOKENS)
             for slot in slots[self._lengths[slots] + new > _LOG_TOKENS].tolist():

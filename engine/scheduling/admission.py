@@ -108,4 +108,5 @@ class Admission:
         prefix = len(self._block_manager.find_prefix(seq).blocks) * needs.block_size
         shared = np.append(running.shared[slots], prefix)
         page = needs.block_size * needs.layout.full_blocks
+        # One page more for each row, because its last page is not full.
         return peak_tokens(tokens - shared + page, remaining) <= left * page

@@ -54,14 +54,13 @@ class DecodeBuilder:
         num_ending = len(running) - len(slots) - (cut is not None)
         if num_ending and self._lacks_blocks(slots, needed):
             return None
-        count, *new_blocks = self._reserve(slots, needed, cut, preempt)
+        count, full, window = self._reserve(slots, needed, cut, preempt)
         if not count:
             return None
         slots = slots[:count]
         remaining = running.decode(keep[:count], width)  # None if all rows stay
         epochs = running.epochs[slots]  # show later whether a row has left its slot in the meantime
         guide = running.guide(slots)  # makes the masks of rows with constraints
-        full, window = new_blocks
         return DecodeBatch(slots, epochs, remaining, full, width, needed[:count], guide, window)
 
     def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:

@@ -1,6 +1,10 @@
 """Keeps the features of images: decides which images a step encodes, and how long their features
 are kept.
 
+The *features* of an image are what the vision tower computes from it: vectors that replace the
+embeddings of its tokens. An *image run* is a range of tokens of one image, or of adjacent ones,
+that attend to each other, so that one forward must read it whole.
+
 The scheduler asks `chunk_of` how far a row's prefill chunk may go, given its images. `StepLauncher`
 calls `encode` between two steps and passes `features` to the forward.
 """
@@ -36,7 +40,9 @@ class _Entry:
 
     num_tokens: int
     pixels: Pixels | None  # until the image is encoded
-    features: Tensor | None = None  # [1 + K, num_tokens, hidden_size], from then on
+    # [1 + K, num_tokens, hidden_size], from then on: what replaces the tokens' embeddings, and what
+    # is added to the residual stream after each of the first K layers.
+    features: Tensor | None = None
     readers: set[Hashable] = field(default_factory=set)  # the ids of the rows
 
 
@@ -208,6 +214,7 @@ class ImageStore:
         self.read_times(_STEPS_BEHIND)
 
     def _encode(self, group: Sequence[_Entry]) -> None:
+        """Encode the images of these entries together, and replace their pixels by features."""
         host_pixels = [entry.pixels for entry in group if entry.pixels is not None]
         with self._timer.step("images", len(group)):
             pixels = [upload(image, torch.uint8, self._device) for image in host_pixels]
@@ -230,11 +237,13 @@ class ImageStore:
         if self._parallel.size == 1:
             unshared: tuple[Tensor, ...] = self._tower(pixels).split(list(counts), dim=1)
             return unshared
+        # The number of tokens of each rank, and for each image its rank and its first row there.
         loads, positions = [0] * self._parallel.size, []
         for count in counts:
             rank = loads.index(min(loads))
             positions.append((rank, loads[rank]))
             loads[rank] += count
+        # A rank's features are gathered as rows [tokens, (1 + K) · hidden_size].
         shape = self._tower.planes, self._tower.config.out_size
         values = shape[0] * shape[1]
         rows = torch.zeros((max(loads), values), dtype=self._tower.dtype, device=self._device)

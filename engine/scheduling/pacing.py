@@ -38,7 +38,7 @@ class Pacing:
         By default a new row reads its whole prompt, which yields its first token. A preempted row
         reads all its tokens except the last, and decodes on from that one.
         """
-        return seq.num_tokens - seq.resumed, not seq.resumed
+        return (seq.num_tokens - 1, False) if seq.resumed else (seq.num_tokens, True)
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
         """Return how many KV slots each of B rows needs for its next forward, including those of

@@ -2,6 +2,10 @@
 
 The scheduler goes through the rows that may start. For each it asks `chunk_of` how many tokens fit,
 and passes the answer to `add`; `batch` returns the result.
+
+A row whose prompt does not fit is *cut*: it reads a chunk now, and the rest in later batches. At
+some positions a prefill leaves what other rows with the same prefix need to start there: a
+*snapshot* of the state of recurrent layers, and a *tail*, the last blocks of layers with a window.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ def _rope_positions(
     seqs: abc.Sequence[Sequence], starts: list[int], ends: list[int], device: torch.device
 ) -> Tensor | None:
     """Make `ModelInputs.rope_positions` of rows that read the tokens from `starts` to `ends`."""
+    # All images of a model have axes, or none has.
     has_axes = any(span.has_axes for seq in seqs for span in seq.spans[:1])
     if not has_axes and not any(seq.turned_behind for seq in seqs):
         return None

@@ -130,6 +130,7 @@ def _fits_chunks(
     left = running.max_tokens[slots] - running.num_tokens[slots] - running.launched[slots]
     rows = candidates.rows
     tokens = np.cumsum(candidates.lengths)
+    # In which step each row's prefill is complete: chunks are limited in tokens and in rows.
     starts = tokens // limits.chunk_tokens + np.arange(len(rows)) // limits.chunk_rows
     ends = starts + [seq.num_remaining for seq in rows]
     return bool(ends.max() <= left.max())

@@ -2,6 +2,10 @@
 
 It alone admits, preempts and frees rows, and commits tokens to them. `LLMEngine` calls `schedule`
 to plan a step, launches the step, and calls `update` with its results.
+
+A row *waits*, or it *runs*: it owns blocks of the paged cache and a slot in the `RunningBatch`. Its
+prompt is read by prefills; a row whose prompt does not fit into one is *cut*. Then the row decodes,
+and the strategy keeps it in its `StepInputs`.
 """
 
 from __future__ import annotations
@@ -92,7 +96,7 @@ class Scheduler:
         chunk_tokens = min(limits.chunk_tokens, limits.max_batched_tokens)
         self.limits = replace(limits, chunk_tokens=chunk_tokens)
         self._before_free, self._images, self._adapters = before_free, images, adapters
-        self._broken: list[Sequence] = []
+        self._broken: list[Sequence] = []  # see `take_broken`
         self._pacing = pacing
         self._admission = Admission(block_manager)
         self._waiting: deque[Sequence] = deque()

@@ -90,6 +90,7 @@ def _make_plan(
     most_rows, multiple = len(meta.query_lens), LEAST_MULTIPLE
     if cache.key.device.type == "cpu":
         most_rows = _most_cpu_rows(kv_heads, head_dim, dtype)
+        # If no multiple makes a query's bits depend on it alone, the least padding will do.
         multiple = cpu_row_multiple(kv_heads, head_dim, dtype) or LEAST_MULTIPLE
     groups = []
     row = token = 0
@@ -121,13 +122,16 @@ def _make_group(
     kv_heads, num_blocks, block_size, _ = cache.key.shape
     positions = meta.positions[tokens].unflatten(0, (-1, width))
     seen = None if meta.last_seen is None else meta.last_seen[tokens].unflatten(0, (-1, width))
-    # The last position that each query sees: the end of its block, but at most the last query's.
+    # The last position that each query sees: its own, or that in `last_seen` in layers that look
+    # ahead; then up to the end of its block of `block_length` tokens, which see each other (1 if
+    # attention is causal), but at most that of the row's last query.
     limits = positions if seen is None else seen
     ends = (limits // meta.block_length + 1) * meta.block_length
     limits = torch.minimum(ends - 1, limits[:, -1:])
     per_chunk = CHUNK // block_size
     starts = begins = None
     # The rows' KV blocks from their first chunk to their last, padded to whole chunks: [rows, N].
+    # Without a window all rows begin at position 0, with one each begins at its `starts`.
     if window is None:
         used = -(-max(meta.context_lens[rows]) // block_size)
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
@@ -180,7 +184,9 @@ def _attend(
         value = key
         if cache.value is not cache.key:
             value = _gather(cache.value, blocks, plan.values, cache.scales, scale_index=1)
-        elif cache.scales is not None:  # the scale of a broken key is NaN; its value is 0
+        elif cache.scales is not None:
+            # One vector is both key and value (a latent). The scale of a broken one is NaN, for the
+            # key (see `KVCache`); the value of a broken pair is 0.
             value = key.nan_to_num(0.0)
         score = row_batches(qs, key.transpose(1, 2))
         if options.cap is not None:

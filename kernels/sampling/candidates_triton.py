@@ -10,9 +10,10 @@ largest group maximum is a lower bound of the k-th largest logit, and only about
 Flat distributions take longer but remain correct.
 
 A search is a bisection on *images*: integers in the order of the float32 values. Each pass counts
-(or weighs) the values at or above several pivots at once, first at growing distances below the
-maximum, where thresholds tend to be, then evenly. 16-bit logits have 16-bit images, so three or
-four passes find a value exactly; float32 takes up to eleven. Sums have a fixed order.
+(or weighs, with MASS) the values at or above several pivots at once. The pivots of the first pass
+lie 16 T, 8 T, … T/4 below the maximum (T is the temperature), where thresholds tend to be; those
+of later passes divide what is left evenly. 16-bit logits have 16-bit images, so three or four
+passes find a value exactly; float32 takes up to eleven. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def bound_of(
     -inf if there is none.
 
     Enough is `target` groups, or with MASS, groups whose weights sum to the share `target` of
-    `total`.
+    `total`. The image that is found lacks its low bits, and here they become those that make the
+    value least: 0 in an image, which is all ones in the float32 of a negative value. `value_of`
+    instead restores a value whose low bits are zero.
     """
     image = _search(
         maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
@@ -120,9 +123,10 @@ def list_groups(
     """List the groups, in ascending order, whose maximum has a log-probability of at least
     `minimum`.
 
-    `high` is the processed logit of the row's maximum `top`, and `log_total` the logarithm of the
-    row's weight. With 0 for both, `minimum` is a processed logit. Groups that are not listed have
-    no member that reaches `minimum`. Returns the number of members.
+    A log-probability is a processed logit (after temperature) less `high`, that of the row's
+    maximum `top`, and less `log_total`, the logarithm of the row's weight. A caller that passes 0
+    for both gives `minimum` as a processed logit. Groups that are not listed have no member that
+    reaches `minimum`. Returns the number of members.
     """
     tl.debug_barrier()  # other threads may still read an earlier list
     count = 0
@@ -158,6 +162,7 @@ def search_members(
     MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the largest image t ≥ base such that enough members have an image of at least t.
+    `base` is an image too, the least that the search considers.
 
     Enough is `target` members, or with MASS, members whose weights sum to the share `target` of
     `total`. A `total` of 0 stands for the weight of all members from `base` on. If even these are
@@ -171,7 +176,8 @@ def search_members(
 
 @triton.jit
 def value_of(image, BITS: tl.constexpr):
-    """Return the float32 value of an int64 image without its BITS lowest bits."""
+    """Return the float32 value, whose BITS lowest bits are zero, of an int64 image without its BITS
+    lowest bits: the inverse of `image_of`."""
     bits = image << BITS
     bits = tl.where(image < 0, (bits | ((1 << BITS) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -206,7 +212,13 @@ def _search(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Search members as `search_members` describes; without MEMBERS search groups, by maxima and
-    weights."""
+    weights.
+
+    The result is at least `low` and below `high` throughout: enough values reach `low`, and too few
+    reach `high`. That `low` is reached is only known once the first pass has weighed the values
+    from `base` on. If they are not enough, `high` becomes `low`, which ends the loop and says that
+    there is no result.
+    """
     inverse = 1 / temperature
     step = tl.arange(0, _PIVOTS)
     low = base
@@ -215,6 +227,7 @@ def _search(
     probes = top - temperature * tl.exp2(5.0 - step.to(tl.float32))
     pivots = image_of(probes, BITS).to(tl.int64)
     while high - low > 1:
+        # Pivot 0 is always `base`, because each pass needs what all values from `base` on weigh.
         pivots = tl.where(step == 0, base, tl.minimum(tl.maximum(pivots, low), high))
         narrow = pivots.to(tl.int32)
         sums = tl.zeros((_PIVOTS, BLOCK), tl.float32)
@@ -232,10 +245,11 @@ def _search(
             above = image_of(values, BITS)[None, :] >= narrow[:, None]
             sums += tl.where(above, weights, 0.0)
         reached = tl.sum(sums, axis=1)
-        max_reached = tl.max(reached, axis=0)  # what the lowest pivot, `base`, reaches
+        max_reached = tl.max(reached, axis=0)  # the weight, or number, of all values from `base` on
         enough = target
         if MASS:
             enough = target * tl.where(total > 0, total, max_reached)
+        # Pivots at or below `low` add nothing; `met` keeps them from becoming `high`.
         met = (reached >= enough) | (pivots <= low)
         low = tl.max(tl.where(met, pivots, low), axis=0)
         high = tl.min(tl.where(met, high, pivots), axis=0)

@@ -21,15 +21,15 @@ from batchgen.storage.stores.whole_file import whole_file
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.row_json import json_text
 
-_ROWS_AT_ONCE = 1000
-_BEGINNING, _MOST_BEGINNING = b'{"id": "batch_req_', 100
-"""How each result line begins, and the number of bytes that are read to compare a file's first line
-with it."""
-_OURS = ("dataset", "prompt", "rows")
-_FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
-_FIXED = ("sampling.column", "output.dir", "output.text_column")
-"""The configuration that a batch decides itself. The user may set no key of the groups `_OURS`
-except those of `_FREE`, and none of the keys `_FIXED`."""
+_ROWS_PER_WRITE = 1000
+_RESULT_START, _READ_BYTES = b'{"id": "batch_req_', 100
+"""How each result line begins (see `_error_line` for a whole one), and the number of bytes of a
+file that are read to compare it with that."""
+_BATCH_GROUPS = ("dataset", "prompt", "rows")
+_USER_KEYS = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
+_BATCH_KEYS = ("sampling.column", "output.dir", "output.text_column")
+"""The configuration that a batch decides itself. The user may set no key of the groups
+`_BATCH_GROUPS` except those of `_USER_KEYS`, and none of the keys `_BATCH_KEYS`."""
 
 
 @dataclass
@@ -59,6 +59,8 @@ class BatchSummary:
         if isinstance(model := body.get("model"), str):
             self.models.add(model)
         if (number := asked_logprobs(body)) is not None:
+            # This number becomes a key of the whole job. A line that asks for too many must not
+            # make that key invalid.
             self.top_logprobs = max(self.top_logprobs or 0, min(number, 100))
 
 
@@ -107,8 +109,8 @@ def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
     if results.samefile(paths.user_path):
         raise ConfigError(f"batch: {display_name} is both read and written: name another OUT")
     with results.open("rb") as file:
-        first = file.readline(_MOST_BEGINNING)
-    if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
+        first = file.readline(_READ_BYTES)
+    if first and not (paths.requests.is_file() and first.startswith(_RESULT_START)):
         raise ConfigError(
             f"batch: {display_name} exists already and is not the result of this batch: is it IN "
             "(batch IN OUT)? Name another OUT, or delete it first"
@@ -133,7 +135,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
             if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
                 rows.append(body)
-            if len(rows) == _ROWS_AT_ONCE:
+            if len(rows) == _ROWS_PER_WRITE:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 rows.clear()
         if rows:
@@ -141,11 +143,11 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
     return summary
 
 
-def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:
+def batch_config(paths: BatchPaths, summary: BatchSummary, overrides: Sequence[str]) -> JobConfig:
     """Make the configuration of a batch's job.
 
     Args:
-        request: the summary of the batch file, which decides the columns of the output.
+        summary: the summary of the batch file, which decides the columns of the output.
         overrides: the user's arguments `key=value`.
 
     Raises:
@@ -153,15 +155,15 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
     """
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
-        if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):
+        if key in _BATCH_KEYS or (key.partition(".")[0] in _BATCH_GROUPS and key not in _USER_KEYS):
             raise ConfigError(f"{override}: a batch decides {key} itself: drop it")
     columns = []
-    if request.top_logprobs is not None:
+    if summary.top_logprobs is not None:
         columns = ["output.columns=[logprobs]"]
-        if request.top_logprobs:
+        if summary.top_logprobs:
             columns = [
                 "output.columns=[logprobs,top_logprobs]",
-                f"output.top_logprobs={request.top_logprobs}",
+                f"output.top_logprobs={summary.top_logprobs}",
             ]
     batch_overrides = [
         *("dataset=files", f"dataset.path={paths.requests}", "dataset.id_column=custom_id"),
@@ -171,11 +173,11 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
     return compose({}, [*batch_overrides, *overrides])
 
 
-def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
+def model_warning(summary: BatchSummary, config: JobConfig) -> str | None:
     """Return a warning about models that lines name but that do not answer them; None if there are
     none."""
     name = config.model.name or config.model.path
-    others = sorted(request.models - {name, config.model.path})
+    others = sorted(summary.models - {name, config.model.path})
     if not others:
         return None
     listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
@@ -229,7 +231,7 @@ def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
         logprobs = ChoiceLogprobs(
             rows.schema.names, words, lambda row: asked_logprobs(json.loads(row["body"])), ["body"]
         )
-    return iter(OpenAILines(rows, None, reasoning, logprobs))
+    return iter(OpenAILines(rows, where=None, reasoning=reasoning, logprobs=logprobs))
 
 
 def _error_line(line: BadLine, number: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ Outputs = Future[list[Output]]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Submitted:
     """A submitted prompt, and those of its `n` outputs that have finished."""
 
     prompt: Prompt
@@ -50,7 +50,9 @@ class EngineThread:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._live: dict[Hashable, tuple[_Asked, int]] = {}
+        # The requests in the engine: request id → its prompt, and its sample number.
+        self._live: dict[Hashable, tuple[_Submitted, int]] = {}
+        # How often each prompt was submitted, by its token ids.
         self._times = Counter[tuple[int, ...]]()
         self._ended = False
         self._thread = Thread(target=self._work, name="batchgen engine", daemon=True)
@@ -71,7 +73,7 @@ class EngineThread:
             template_kwargs: options of the chat template.
         """
         future = Outputs()
-        request = _Asked(prompt, future, params.n)
+        request = _Submitted(prompt, future, params.n)
         self._calls.put(partial(self._add, request, params, template_kwargs or {}))
         future.add_done_callback(
             lambda completed: (
@@ -112,7 +114,7 @@ class EngineThread:
                     call()
 
     def _add(
-        self, request: _Asked, params: SamplingParams, template_kwargs: Mapping[str, Any]
+        self, request: _Submitted, params: SamplingParams, template_kwargs: Mapping[str, Any]
     ) -> None:
         """Add the samples of a submitted prompt to the engine."""
         if request.future.done():
@@ -120,12 +122,10 @@ class EngineThread:
         try:
             if self._ended:
                 raise RequestError("closed", "the engine has stopped")
-            maker, read = (
-                PromptIds(self._llm.tokenizer, template_kwargs),
-                ReadPrompt.of(request.prompt),
-            )
-            maker.check([read])
-            ids, _ = maker.of(read)  # harnesses send no images
+            converter = PromptIds(self._llm.tokenizer, template_kwargs)
+            read = ReadPrompt.of(request.prompt)
+            converter.check([read])
+            ids, _ = converter.of(read)  # harnesses send no images
             number = self._times[tuple(ids)]
             self._times[tuple(ids)] += 1
             for sample in range(params.n):
@@ -136,7 +136,7 @@ class EngineThread:
         except (RequestError, ValueError) as error:
             _fulfil(request.future, error)
 
-    def _drop(self, request: _Asked) -> None:
+    def _drop(self, request: _Submitted) -> None:
         """Remove the unfinished samples of a prompt from the engine."""
         for request_id in [key for key, (live, _) in self._live.items() if live is request]:
             del self._live[request_id]

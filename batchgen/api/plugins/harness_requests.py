@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoreRequest:
     """A request for the log-probability of a continuation after its context.
 
     Attributes:
@@ -55,7 +55,7 @@ class TextRequest:
         return self.prompt, repr(sorted(self.options.items()))
 
 
-R = TypeVar("R", Scored, TextRequest)
+R = TypeVar("R", ScoreRequest, TextRequest)
 T = TypeVar("T")
 
 
@@ -66,14 +66,12 @@ class EngineAnswers:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[tuple[float, bool]]:
         """Return, for each request, the log-probability of its continuation, and whether greedy
         decoding would generate it. Raises ConfigError, with the request's name, if one cannot be
         scored."""
-        prompts, answers = (
-            [request.prompt for request in requests],
-            [request.answer for request in requests],
-        )
+        prompts = [request.prompt for request in requests]
+        answers = [request.answer for request in requests]
         scores = self._llm.score(prompts, answers, top_logprobs=1)
         for request, score in zip(requests, scores, strict=True):
             if score.error is not None:
@@ -107,7 +105,7 @@ def each_once(requests: Sequence[R], answer: Callable[[Sequence[R]], list[T]]) -
     return [results[key] for key in keys]
 
 
-def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str) -> Scored:
+def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str) -> ScoreRequest:
     """Make a scoring request, dropping the first tokens of the prompt so that prompt and answer
     have at most `limit` tokens together.
 
@@ -121,7 +119,7 @@ def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str
             f"{name}: the continuation has {len(answer)} tokens, and a context and its "
             f"continuation may have {limit} together: raise max_length"
         )
-    return Scored(name, tuple(prompt[-(limit - len(answer)) :]), tuple(answer))
+    return ScoreRequest(name, tuple(prompt[-(limit - len(answer)) :]), tuple(answer))
 
 
 def rolling_windows(
@@ -131,7 +129,8 @@ def rolling_windows(
     the text.
 
     The windows are those of lm-eval. A continuation has at most `limit` tokens, and its context
-    starts at most `limit` tokens before the continuation's end.
+    starts at most `limit` tokens before the continuation's end. With ids [1, 2, 3, 4, 5], prefix 0
+    and limit 3 the pairs are ([0], [1, 2, 3]) and ([2, 3], [4, 5]).
 
     Args:
         ids: the token ids of the text.

@@ -36,10 +36,14 @@ OPTIONS = {
     "max_tokens": "max_tokens",
     "num_choices": "n",
     "stop_seqs": "stop",
-    **{
-        name: name for name in ("temperature", "top_p", "top_k", "seed", "logprobs", "top_logprobs")
-    },
-    **{name: name for name in ("frequency_penalty", "presence_penalty")},
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "logprobs": "logprobs",
+    "top_logprobs": "top_logprobs",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
 }
 """The options of inspect_ai that are passed on, and their names in `SamplingParams`."""
 OF_INSPECT = {
@@ -87,7 +91,7 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         super().__init__(model_name, base_url, api_key, [], config)
         self._template_kwargs = template_kwargs or {}
         llm = LLM(model_name, **model_args)
-        self._tokenizer, self._most = llm.tokenizer, llm.engine.max_model_len
+        self._tokenizer, self._max_model_len = llm.tokenizer, llm.engine.max_model_len
         self._engine = EngineThread(llm)
 
     def close(self) -> None:
@@ -167,7 +171,7 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
             _tool_calls(output.text, str(output.request_id)) if tools else (output.text, [])
         )
         reason = "max_tokens" if output.finish_reason == "length" else "stop"
-        if len(output.prompt_token_ids) + len(output.token_ids) >= self._most:
+        if len(output.prompt_token_ids) + len(output.token_ids) >= self._max_model_len:
             reason = "model_length"
         message = ChatMessageAssistant(
             content=text, tool_calls=calls or None, model=self.model_name, source="generate"

@@ -30,8 +30,8 @@ IDLE = {"num_beams": 1, "best_of": 1}
 """Generation options that are accepted only with this value, which has no effect."""
 
 Encoded = tuple[Any, list[int], list[int]]
-"""A request as lm-eval encodes it: its texts (the key of the cache), and the token ids of context
-and continuation."""
+"""A request as lm-eval encodes it: its texts (the key of the cache; None for a window of a longer
+text), and the token ids of context and continuation."""
 
 
 class TokenLM(TemplateLM):  # type: ignore[misc]
@@ -71,6 +71,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self._template_args["enable_thinking"] = enable_thinking
+        # The names, for messages, of the requests that `_loglikelihood_tokens` gets next: lm-eval
+        # calls it with token ids only.
         self._names: list[str] = []
 
     @property
@@ -155,9 +157,9 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
             for name, (_, context, continuation) in zip(self._names, requests, strict=True)
         ]
         results = each_once(texts, self.answers.score)
-        for request, result in zip(requests, results, strict=True):
-            if request[0] is not None:  # not a window: texts in windows are cached as a whole
-                self.cache_hook.add_partial("loglikelihood", request[0], result)
+        for (texts_key, *_ids), result in zip(requests, results, strict=True):
+            if texts_key is not None:  # not a window: texts in windows are cached as a whole
+                self.cache_hook.add_partial("loglikelihood", texts_key, result)
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -152,7 +152,7 @@ class PromptIds:
             raise RequestError("bad_prompt", prompt.value)
         if prompt.kind == "messages":
             try:
-                return self._chat.asked(cast("Row", _Row({_COLUMN: prompt.value})))
+                return self._chat.token_ids_and_images(cast("Row", _Row({_COLUMN: prompt.value})))
             except RequestError as error:  # drop the data set's column, which a call does not have
                 message = str(error).removeprefix(f"column {_COLUMN!r}, ")
                 raise RequestError(error.type, message) from None

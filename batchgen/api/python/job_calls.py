@@ -96,9 +96,14 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
     """Run a job to its end, or go on with one that was stopped: the same call resumes.
 
         result = run_job({
-            "model": {"path": "Qwen/Qwen3-0.6B"}, "dataset": {"path": "rows.jsonl"}, "prompt.user":
-            "{{ question }}", "sampling.n": 4, "output.dir": "out",
-        }) print(result.summary) rows = result.dataset()
+            "model": {"path": "Qwen/Qwen3-0.6B"},
+            "dataset": {"path": "rows.jsonl"},
+            "prompt.user": "{{ question }}",
+            "sampling.n": 4,
+            "output.dir": "out",
+        })
+        print(result.summary)
+        rows = result.dataset()
 
     Args:
         job: the keys of a job file, as mappings in mappings, with their full names, or both.

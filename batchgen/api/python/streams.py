@@ -46,7 +46,8 @@ class Streams:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._lock = RLock()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # numbers streams, so that request ids are unique
+        # Unfinished requests, by request id: each with the queue of its stream.
         self._waiting: dict[Hashable, tuple[StreamRequest, deque[Finished]]] = {}
         self.closed = False
 

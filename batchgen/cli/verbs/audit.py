@@ -69,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             remarks.add(remark)
         print(prefix + _verdict(result, len(different), seed, what))
     if args.json:
+        # A single job has the step None: its object alone, else one object by step.
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)
 

@@ -7,7 +7,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen.pages.rows.printed_rows import RowPrinter, of_sample
 from batchgen.storage.folder.job_summary import status_line
@@ -16,10 +19,13 @@ from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.shards.checked_file import CheckedFile
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS, row_keys
-from batchgen.storage.shards.shard_files import shard_files, shard_path
+from batchgen.storage.shards.shard_files import shard_files
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the job's folder."""
+Ints = npt.NDArray[np.int64]
+_STATE = (*KEYS, "finish_reason")  # the columns that `_states` reads
+_NO_STATES: Ints = np.empty(0, np.int64)
 
 
 def follow_rows(
@@ -34,11 +40,11 @@ def follow_rows(
         name: the folder's name, as the user typed it.
         sample: print only this sample of each row; None prints all.
     """
-    new = NewRows(reader.path)
     if not as_json:
         print(status_line(reader, name), flush=True)
     if is_over(reader):
         return 0
+    new = NewRows(reader.path)
     while True:
         # Check before the last look, so that this look sees all rows that the job has written.
         ends = is_over(reader)
@@ -63,40 +69,43 @@ class NewRows:
     finished.
 
     The rows are in the journals. Rows that were written and published between two looks are in
-    shards.
+    shards. A job that grows, or computes its errors again, replaces a shard by one with its rows
+    and new ones.
     """
 
     def __init__(self, folder: Path) -> None:
         """Record which rows the folder has now, so that `look` does not yield them."""
         self._folder = folder
         self._read: dict[Path, tuple[int, int]] = {}  # journal file → bytes and batches read
-        self._seen: dict[int, set[int]] = {}  # shard with journals → keys of its known rows
+        self._known: dict[int, Ints] = {}  # shard → `_states` of its rows up to the last look
         self._published: dict[int, int] = {}  # shard → modification time of its file
         for _ in self.look(is_first=True):
             pass
 
     def look(self, *, is_first: bool = False) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that are new since the last look. The first look does not read published
-        shards."""
+        """Yield the rows that are new since the last look. The first look yields no rows of
+        published shards."""
+        # Journals are read first, so that a shard which is published meanwhile is not missed.
         folder = self._folder / "journal"
         try:
             journals = journal_files(folder, os.listdir(folder))
         except FileNotFoundError:  # a complete job has none
             journals = {}
         for shard, files in journals.items():
-            if shard not in self._seen:
-                self._seen[shard] = self._published_keys(shard)
             for path in files:
                 for batch in self._new_batches(path):
-                    self._seen[shard].update(row_keys(batch).tolist())
+                    known = self._known.get(shard, _NO_STATES)
+                    self._known[shard] = np.concatenate([known, _states(batch)])
                     yield batch
         data = self._folder / "data"
         for shard, path in shard_files(data).items() if data.is_dir() else ():
             time_written = path.stat().st_mtime_ns
             if self._published.get(shard) != time_written:
                 self._published[shard] = time_written
-                seen = self._seen.pop(shard, set())
-                yield from () if is_first else _unseen(path, seen)
+                with CheckedFile(path) as file:
+                    is_new = self._learn(shard, file)
+                    if not is_first and is_new.any():
+                        yield from _chosen(file, is_new)
 
     def _new_batches(self, path: Path) -> list[pa.RecordBatch]:
         """Return the batches that were appended to a journal file since the last look."""
@@ -111,22 +120,26 @@ class NewRows:
         self._read[path] = size, len(batches)
         return batches[num_read:]
 
-    def _published_keys(self, shard: int) -> set[int]:
-        """Return the keys of the rows in a published shard, which now gets more rows or
-        replacements; empty if the shard was not published."""
-        path = shard_path(self._folder / "data", shard)
-        if shard not in self._published:
-            return set()
-        with CheckedFile(path) as file:
-            return set(row_keys(file.read(KEYS)).tolist())
+    def _learn(self, shard: int, file: CheckedFile) -> npt.NDArray[np.bool_]:
+        """Record the rows of a published shard. Returns [R], whether each was unknown before."""
+        known, states = self._known.get(shard, _NO_STATES), _states(file.read(_STATE))
+        self._known[shard] = np.union1d(known, states)  # the file may lack rows of journals
+        return ~np.isin(states, known)
 
 
-def _unseen(path: Path, seen: set[int]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a published shard whose keys are not in `seen`."""
-    with CheckedFile(path) as file:
-        if file.metadata.num_rows == len(seen):
-            return
-        for batch in file.batches(BATCH):
-            is_new = [key not in seen for key in row_keys(batch).tolist()]
-            if any(is_new):
-                yield batch.filter(pa.array(is_new))
+def _states(rows: pa.RecordBatch | pa.Table) -> Ints:
+    """[R] The key of each row and whether it has an error, in one number: an answer that replaces
+    an error is new."""
+    is_error = np.asarray(pc.equal(rows["finish_reason"], "error"))
+    states: Ints = row_keys(rows) << 1 | is_error
+    return states
+
+
+def _chosen(file: CheckedFile, is_chosen: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a published shard for which `is_chosen` [R] is True."""
+    first = 0
+    for batch in file.batches(BATCH):
+        of_batch = is_chosen[first : first + batch.num_rows]
+        first += batch.num_rows
+        if of_batch.any():
+            yield batch.filter(pa.array(of_batch))

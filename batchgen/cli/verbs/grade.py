@@ -66,7 +66,7 @@ def _grade(arguments: Sequence[str]) -> int:
     from batchgen.pages.report.write_report import renew_report
 
     check_scored(post_steps(config.post), config.score, job.columns)
-    with job.locked(), _added_to(args.changes) as write:
+    with job.locked(), _appender(args.changes) as write:
         samples = Samples(job.path, config.score, by=job.grid_column)
         changes = ChangedMarks(write)
         try:
@@ -89,7 +89,7 @@ def _grade(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
+def _appender(name: str | None) -> Iterator[Callable[[str], None] | None]:
     """Yield a function that appends text to a file; None if `name` is None.
 
     Raises:

@@ -22,7 +22,7 @@ _HEAD = """\
 # To change a key for one run: batchgen {file} sampling.n=4
 # Paths are relative to the folder where the command runs. Keys that are left out are as in conf/.
 """
-_TOLD_BY_CHOICE = ("kind", "_target_")
+_CHOICE_KEYS = ("kind", "_target_")
 """Keys that are not written, because the choice decides them."""
 
 
@@ -65,7 +65,7 @@ def new_job_file(composed: Composed, file: str) -> str:
         lines.append(f"  {CHOICE}: {name}{remark}")
         entries = {entry.name: entry for entry in choice.entries}
         for key, value in values.items():
-            if key not in _TOLD_BY_CHOICE:
+            if key not in _CHOICE_KEYS:
                 lines += _key_lines(entries.get(key), key, value, choice_values(group, name))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -102,12 +102,18 @@ def _samples_of_row(
             f"--row {row_id}: no row of {reader.storage.display_name} is finished yet"
         )
     row_ids = list(dict.fromkeys(ids))
-    similar = [] if row_id.isdigit() else difflib.get_close_matches(row_id, row_ids, 3, 0.5)
+    similar = _similar(row_id, row_ids)
     ends = row_ids[0] if len(row_ids) == 1 else f"{row_ids[0]} to {row_ids[-1]}"
     raise ConfigError(
         f"--row {row_id}: no finished row of {reader.storage.display_name} has this row_id: "
         + (f"did you mean {', '.join(similar)}?" if similar else f"there are {ends}")
     )
+
+
+def _similar(row_id: str, row_ids: list[str]) -> list[str]:
+    """Return up to three ids that are spelt like `row_id`; none for a number, because numbers of
+    other rows always look alike."""
+    return [] if row_id.isdigit() else difflib.get_close_matches(row_id, row_ids, n=3, cutoff=0.5)
 
 
 def _print_errors(reader: JobFolderReader, sample: int | None, *, as_json: bool) -> None:

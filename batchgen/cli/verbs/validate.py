@@ -143,6 +143,7 @@ class _Checks:
         self, config: AnyConstraintConfig, column: str | None, after_reasoning: bool
     ) -> None:
         self._config, self._column = config, column
+        # Made at the first row, so that a constraint that cannot be checked makes rows unchecked.
         self._of_job = lru_cache(1)(
             lambda: make_check(config, job_value(config), after_reasoning=after_reasoning)
         )

@@ -23,7 +23,7 @@ A server on this machine makes the pages until Ctrl-C. It writes nothing and loa
 elsewhere. To view a job on a remote machine, forward the port: use --port 8000 there and
 `ssh -L 8000:127.0.0.1:8000 HOST` here, and open the printed address.
 """
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 
 
 @verb
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--open", action="store_true", help="open it in the browser, too")
     args = parser.parse_args(arguments)
-    if not 0 <= args.port <= _MOST_PORT:
-        raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {args.port}")
+    if not 0 <= args.port <= _MAX_PORT:
+        raise ConfigError(f"view --port must be from 0 to {_MAX_PORT:,}, got {args.port}")
     names = [name for name in (args.out, args.other) if name is not None]
     respond = _jobs(names[0]) if len(names) == 1 and _has_no_job(names[0]) else _rows(names)
     from batchgen.pages.viewer.server import ViewServer

@@ -76,6 +76,7 @@ def compose_groups(
         if override.group not in STEP_LISTS and (override.names or override.sign == "~"):
             _apply(groups, user_values, override)
     groups |= user_values.steps
+    # In the order of a job file; unknown groups, which `load_config` refuses, come last.
     ordered = {name: groups[name] for name in [*PARTS, *groups] if name in groups}
     return Composed(ordered, user_values.choices)
 
@@ -106,7 +107,7 @@ def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
     """Refuse a temperature together with `sampling=greedy`."""
     key = "sampling.temperature"
     typed = [override.value() for override in parsed if override.key == key and override.text]
-    value = [collected.keys.get(key), *typed][-1]
+    value = [collected.keys.get(key), *typed][-1]  # the last one wins
     if (
         collected.choices.get("sampling") == "greedy"
         and isinstance(value, int | float)
@@ -127,7 +128,8 @@ def _composed(collected: UserValues) -> dict[str, Any]:
     from batchgen.config.compose.choice_files import search_path
 
     overrides += search_path(collected.folders)
-    # The user's files may have changed since they were last read, so they are not cached.
+    # The user's files may have changed since they were last read, so they are not cached:
+    # `__wrapped__` is the function without its cache.
     read = _groups_of.__wrapped__ if collected.folders else _groups_of
     groups, composed = copy.deepcopy(read(tuple(overrides)))
     for experiment in collected.experiments:
@@ -181,8 +183,9 @@ def _apply(groups: dict[str, Any], collected: UserValues, override: Override) ->
         raise ConfigError(f"{start}the group {override.group} was removed")
     name = override.names[0]
     if override.sign == "~":
-        if group.pop(name, start) is start:
+        if name not in group:
             raise ConfigError(start + collected.unknown_key(f"{override.group}.{name}"))
+        del group[name]
         return
     if name not in group and override.sign == "":
         raise ConfigError(start + collected.unknown_key(f"{override.group}.{name}"))

@@ -1,8 +1,10 @@
 """The identity of a job: the part of its configuration that decides the content of its output
 files.
 
-The manifest records it, so that a folder recognises its job. Keys of rows (`reuse/row_key.py`)
-digest it too.
+The manifest of an output folder records it. A job may go on in a folder only if the identities are
+equal. The keys under which rows are reused (`reuse/row_key.py`) digest it too. An identity has, for
+example, {"sampling": {"temperature": 0.7, "seed": 0, …}, …}, but neither `output.dir` nor
+`dataset.path`, because the content of the data is compared by a fingerprint (a digest).
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
         *("image_tokens", "block_size", "prefix_caching", "kv_cache_gib", "state_checkpoints"),
         *("gpu_memory_utilization", "cuda_graph", "overlap"),
         "lora_slots",
-        "deterministic",  # the contract of a job with it is a fingerprint
+        "deterministic",  # the manifest records what it promises as a fingerprint
     },
     "output": {
         *("dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse", "begun_every"),
     },
 }
 """Keys of each group that do not decide the content of a row, up to rounding on a GPU."""
-_FIRST: Mapping[str, Collection[str]] = {
+_IN_FIRST_VERSION: Mapping[str, Collection[str]] = {
     "model": {"dtype", "load_format", "trust_remote_code"},
     "dataset": {
         *("kind", "name", "split", "revision", "streaming", "id_column", "columns", "types"),
@@ -76,7 +78,7 @@ _FIRST: Mapping[str, Collection[str]] = {
 keys are in an identity only if they differ from their default. This table never grows."""
 _READ_TABLES = ("Join", "Against")
 """Steps of `rows` whose `path` is that of a table."""
-_REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
+_GROWING = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 """Keys that may change when a job is resumed, and that the manifest records."""
 
 
@@ -85,15 +87,15 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
     them. A key is part of it unless it is in _NOT_DECIDING or has its default; so a key that a
-    later version adds changes no identity (but see _FIRST). The paths of data, models and the
-    `fingerprinted` files of the strategy are not part of it, because the fingerprints of their
-    content are compared.
+    later version adds changes no identity (but see _IN_FIRST_VERSION). The paths of data, models
+    and the `fingerprinted` files of the strategy (the options that name files) are not part of it,
+    because the fingerprints of their content are compared.
     """
     groups, defaults = with_lasting_names(resolved(config)), _defaults(config)
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]
     if config.rows:
-        groups["rows"] = [_without_place(step) for step in groups["rows"]]
+        groups["rows"] = [_without_path(step) for step in groups["rows"]]
     else:
         del groups["rows"]
     if config.sampling.until is not None:  # the number of samples may grow
@@ -110,7 +112,7 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
             for key, value in groups[name].items()
             if key not in left_out
             and (
-                _is_first(name, key, groups[name])
+                _is_in_first_version(name, key, groups[name])
                 or not _is_default(value, defaults[name].get(key, MISSING))
             )
             and not (name == "dataset" and is_usual(key, value))
@@ -118,12 +120,12 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
     return groups
 
 
-def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
+def _is_in_first_version(name: str, key: str, group: Mapping[str, Any]) -> bool:
     """Whether identities contain a key at any value. `answer_ids_column` was at first a key of
     prompt=tokens only."""
     if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
         return False
-    return key in _FIRST[name]
+    return key in _IN_FIRST_VERSION[name]
 
 
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
@@ -147,7 +149,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool(value == default) or (default is None and (value is False or value in ("", [], {})))
 
 
-def _without_place(step: dict[str, Any]) -> dict[str, Any]:
+def _without_path(step: dict[str, Any]) -> dict[str, Any]:
     """A step of `rows` without the path of the table that it reads; the table's content counts
     instead."""
     return {
@@ -161,7 +163,7 @@ def _without_place(step: dict[str, Any]) -> dict[str, Any]:
 def growing(config: JobConfig) -> dict[str, Any]:
     """The settings that may change when a job is resumed, for the manifest."""
     groups = resolved(config)
-    values = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    values = {f"{name}.{key}": groups[name].get(key) for name, key in _GROWING}
     if (until := config.sampling.until) is not None:
         name, value = ("valid", until.valid) if until.width is None else ("width", until.width)
         values |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}

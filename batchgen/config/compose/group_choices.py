@@ -9,7 +9,7 @@ from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.config_keys import choice_values, choices, default_choices
 from batchgen.util.errors import ConfigError
 
-_FIXED = ("kind", "_target_")
+_IDENTIFYING = ("kind", "_target_")
 """Keys whose value identifies a choice."""
 _BY_KEY = {
     ("model", "path"): "hf",
@@ -36,11 +36,13 @@ def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
     fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), values)]
     for name, value in values.items():
         choice = _BY_KEY.get((group, name))
+        # With a template of the user's message (`user`) it is prompt=chat, the default, which
+        # refuses two sources of messages.
         if choice in fitting and value is not None and "user" not in values:
             return choice
     if not fitting or default_choices()[group] in fitting:
         return None
-    if len(fitting) > 1 and not any(name in values for name in _FIXED):
+    if len(fitting) > 1 and not any(name in values for name in _IDENTIFYING):
         raise ConfigError(
             f"{group}: {', '.join(values)} may belong to {', '.join(fitting)}: add {group}=…"
         )
@@ -49,7 +51,7 @@ def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
 
 def _fits(values: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether a choice with these keys and values can have the `options`."""
-    fixed = {name: options[name] for name in _FIXED if name in options}
+    fixed = {name: options[name] for name in _IDENTIFYING if name in options}
     if isinstance(target := fixed.get("_target_"), str):
         fixed["_target_"] = class_short_name(target)
     same = all(values.get(name) == value for name, value in fixed.items())

@@ -1,4 +1,9 @@
-"""Reads job files: YAML with the keys of the command line."""
+"""Reads job files: YAML with the keys of the command line.
+
+    sampling: {n: 4}  →  {"sampling": {"n": 4}}, and the location of the key sampling.n
+
+`batchgen/cli/run_options.py` passes both to `compose_groups`.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +46,12 @@ def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dic
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: a job file has keys and values, such as `model: hf`")
     locations: dict[str, str] = {}
-    _note(root, "", path, locations)
-    _keep_names(root)
+    _collect_locations(root, "", path, locations)
+    _read_keys_as_text(root)
     return without_gone_keys(document.values()), locations
 
 
-def _keep_names(root: yaml.Node) -> None:
+def _read_keys_as_text(root: yaml.Node) -> None:
     """Read `on:`, `yes:` and the like as names of keys, where YAML 1.1 has true and false."""
     nodes, seen = [root], set[int]()
     while nodes:
@@ -63,8 +68,14 @@ def _keep_names(root: yaml.Node) -> None:
             nodes += node.value
 
 
-def _note(node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, str]) -> None:
-    """Record the locations of the keys of a mapping, and of the mappings in it."""
+def _collect_locations(
+    node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, str]
+) -> None:
+    """Add the locations of the keys of a mapping, and of the mappings in it, to `locations`.
+
+    A location is a text: file, line and full name of the key. Raises ConfigError for a key that is
+    not a text, is too long, or appears twice.
+    """
     for key, value in node.value:
         where = at_line(str(path), key.start_mark)
         if not isinstance(key, yaml.ScalarNode):
@@ -81,4 +92,4 @@ def _note(node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, 
             raise ConfigError(f"{where}: the key {name} appears twice")
         locations[name] = f"{where}: {name}"
         if isinstance(value, yaml.MappingNode):
-            _note(value, f"{name}.", path, locations)
+            _collect_locations(value, f"{name}.", path, locations)

@@ -162,6 +162,7 @@ def escaped_text(value: Any) -> Any:
         return {key: escaped_text(item) for key, item in value.items()}
     if isinstance(value, list):
         return [escaped_text(item) for item in value]
+    # Backslashes before it are doubled, because OmegaConf halves them there.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -56,15 +56,16 @@ class Trust:
             ConfigError: no source is in one of the trusted folders.
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
-        homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
+        # Each source with all paths that can be trusted in its place: itself and the folders above.
+        paths_of = {source: {source.resolve(), *source.resolve().parents} for source in sources}
         for folder, path in zip(trusted, known, strict=True):
-            if not any(path in parents for parents in homes.values()):
+            if not any(path in paths for paths in paths_of.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
                 raise ConfigError(
                     f"--trust {folder}: no configuration is read from there, only from {read}"
                 )
-        left = tuple(source for source, code in homes.items() if code.isdisjoint(known))
-        return cls(left, frozenset(_typed(overrides)))
+        untrusted = tuple(s for s, paths in paths_of.items() if paths.isdisjoint(known))
+        return cls(untrusted, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
         """Check that groups name only trusted code. References in them are resolved already.
@@ -74,10 +75,10 @@ class Trust:
         """
         if not self.sources:
             return
-        refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
+        refusable = [(key, what) for key, what in foreign_code(groups) if what not in self.typed]
         if not refusable:
             return
-        in_package = {what for _, what in _of_conf()}
+        in_package = {what for _, what in _code_of_conf()}
         if refused := [f"{key} {what}" for key, what in refusable if what not in in_package]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
@@ -162,7 +163,7 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
         yield from (what for _, what in _run_by(value, override.key))
 
 
-def _of_conf() -> Collection[Named]:
+def _code_of_conf() -> Collection[Named]:
     """The code that the choices of conf/ name."""
     names: list[Named] = []
     for group in GROUPS:

@@ -107,6 +107,8 @@ class _Sizes:
     def _of_key(self, key: str, path: tuple[Any, ...]) -> int:
         """The size of the part that the reference `key`, in the text at a path, refers to; 0 if
         there is no such part."""
+        # As in OmegaConf: a key that begins with dots is relative to the text. One dot is the
+        # mapping that holds the text, each further one the mapping above.
         dots = len(key) - len(key.lstrip("."))
         names: list[Any] = list(path[: max(0, len(path) - dots)]) if dots else []
         names += [name for name in re.split(r"[.\[\]]+", key) if name]

@@ -3,7 +3,8 @@
     rows: [{Filter: {where: …}}]        strategy: {_target_: ar}
 
 A configuration holds short names, in whatever form a user or an older file names a class. A class
-of the user's has its import path.
+of the user's has its import path. A job's *identity* (`config_identity.py`) and digests of it must
+not change between versions, so they have the names of version 0.1.0: the *lasting* names.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ GONE = "slurm"
 """A launcher of version 0.1.0."""
 _GONE_KEYS: Mapping[str, frozenset[str]] = {"engine": frozenset(["row_tokens"])}
 """Keys of version 0.1.0 that no longer exist and decide no answers, by group."""
-_WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
+_WITHOUT_SHORT_NAME = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
 """Steps that had no short names in identities of version 0.1.0."""
 
 
@@ -119,7 +120,7 @@ def lasting_step_name(target: str) -> str:
     """The name of a step of `rows` in fingerprints and identities: its short name if it had one in
     version 0.1.0 or is newer; otherwise its `lasting_name`."""
     name = class_short_name(target)
-    return lasting_name(name) if name in _WITHOUT else name
+    return lasting_name(name) if name in _WITHOUT_SHORT_NAME else name
 
 
 def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
     name = next(iter(step))
-    return {"_target_": lasting_name(name), **step[name]} if name in _WITHOUT else step
+    return {"_target_": lasting_name(name), **step[name]} if name in _WITHOUT_SHORT_NAME else step
 
 
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:

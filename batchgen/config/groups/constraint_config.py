@@ -41,10 +41,10 @@ class JsonConstraintConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GivenConstraint:
+class _ValueConstraint:
     """A constraint whose value is the key `key` for all rows, or comes from a column."""
 
-    key = ""
+    key = ""  # the field of the value; each subclass names its own
 
     kind: Kind
     column: str | None = None
@@ -70,7 +70,7 @@ class _GivenConstraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonSchemaConstraintConfig(_GivenConstraint):
+class JsonSchemaConstraintConfig(_ValueConstraint):
     """Rows write JSON that is valid under a JSON Schema."""
 
     key = "schema"
@@ -80,12 +80,12 @@ class JsonSchemaConstraintConfig(_GivenConstraint):
     max_whitespace: int = 0
 
     def __post_init__(self) -> None:
-        _GivenConstraint.__post_init__(self)
+        _ValueConstraint.__post_init__(self)
         _check_max_whitespace(self.max_whitespace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegexConstraintConfig(_GivenConstraint):
+class RegexConstraintConfig(_ValueConstraint):
     """Rows write text that a regular expression matches as a whole."""
 
     key = "pattern"
@@ -95,7 +95,7 @@ class RegexConstraintConfig(_GivenConstraint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceConstraintConfig(_GivenConstraint):
+class ChoiceConstraintConfig(_ValueConstraint):
     """Rows write one of several texts. `scores` scores the choices too, and `scores_end` includes
     the end of the text."""
 
@@ -107,7 +107,7 @@ class ChoiceConstraintConfig(_GivenConstraint):
     scores_end: bool = False
 
     def __post_init__(self) -> None:
-        _GivenConstraint.__post_init__(self)
+        _ValueConstraint.__post_init__(self)
         if self.scores_end and not self.scores:
             raise ConfigError("constraint.scores_end needs constraint.scores=true")
         if self.scores and self.start_after is not None:
@@ -118,7 +118,7 @@ class ChoiceConstraintConfig(_GivenConstraint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarConstraintConfig(_GivenConstraint):
+class GrammarConstraintConfig(_ValueConstraint):
     """Rows write text of a context-free grammar in EBNF."""
 
     key = "grammar"
@@ -128,7 +128,7 @@ class GrammarConstraintConfig(_GivenConstraint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TagConstraintConfig(_GivenConstraint):
+class TagConstraintConfig(_ValueConstraint):
     """Rows write free text with constrained parts between tags (see xgrammar's structural tags)."""
 
     key = "tag"
@@ -159,13 +159,13 @@ CONSTRAINT_KINDS: dict[str, type[ConstraintConfig]] = {
 
 def constraint_column(config: ConstraintConfig) -> str | None:
     """The dataset column with the constraint of each row; None if the job names none."""
-    return config.column if isinstance(config, _GivenConstraint) else None
+    return config.column if isinstance(config, _ValueConstraint) else None
 
 
 def job_value(config: AnyConstraintConfig) -> Any:
     """The value that the job sets for all rows; None if each row has another one, or the kind has
     no value."""
-    return config.value if isinstance(config, _GivenConstraint) else None
+    return config.value if isinstance(config, _ValueConstraint) else None
 
 
 def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:

@@ -1,4 +1,5 @@
-"""The configuration group `dataset`: where the rows come from and how they are read."""
+"""The configuration group `dataset`: where the rows come from and how they are read. The files
+conf/dataset/*.yaml explain the keys."""
 
 from __future__ import annotations
 

@@ -35,19 +35,15 @@ from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.interface.hidden_columns import (
-    CLASS_SCORES,
-    EMBEDDING,
-    POOLED,
-    Pooling,
-)
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING, POOLED, Pooling
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.util.errors import ConfigError
 
 _MOST_IN_SHARD = 1_000_000_000
 """The most answers of a shard: a running job keeps a flag in memory for each of them."""
 PARSED = "parsed"
-COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
+_PER_TOKEN = ("logprobs", "top_logprobs")
+COMMON_COLUMNS = (*_PER_TOKEN, "prompt_token_ids", PARSED)
 """The columns of `output.columns` that every strategy has. Strategies declare the others."""
 
 
@@ -234,7 +230,7 @@ class JobConfig:
         """Check the keys of a job that generates nothing: it scores answers from `key`, or only
         reads its rows if `key` is None."""
         limit = self.sampling.max_new_tokens
-        per_token = [name for name in self.output.columns if name in COMMON_COLUMNS[:2]]
+        per_token = [name for name in self.output.columns if name in _PER_TOKEN]
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
@@ -288,7 +284,8 @@ class JobConfig:
 
     @property
     def replays(self) -> bool:
-        """Whether the answers that are scored are trajectories."""
+        """Whether the answers that are scored are trajectories: token ids of block diffusion, each
+        with the step in which it was unmasked."""
         return self.prompt.answer_step_map_column is not None
 
     @property

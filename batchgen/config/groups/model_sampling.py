@@ -12,11 +12,15 @@ from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
 from batchgen.util.paths import user_path
 
 OFF: Mapping[str, float] = {
-    **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
 }
 """The keys of the group `sampling` that may come from the model → the value that leaves its
 distribution unchanged. The latter applies if the model's file lacks the key."""
-_LACKING: Mapping[str, Any] = {
+_UNSUPPORTED: Mapping[str, Any] = {
     **{"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None},
     **{"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "diversity_penalty": 0.0},
     **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "guidance_scale": None},
@@ -38,7 +42,7 @@ def recommended(folder: Path) -> dict[str, float]:
     Raises:
         ConfigError: its file cannot be used.
     """
-    return _named(_read(folder / _FILE))
+    return _recommended_values(_read(folder / _FILE))
 
 
 def with_model_values(
@@ -54,13 +58,13 @@ def with_model_values(
     if not unset:
         return dict(sampling)
     content = _read(_file_of(path, revision))
-    model_values = _named(content)
+    model_values = _recommended_values(content)
     if not model_values:
         raise ConfigError(
             f"sampling.{unset[0]} is null, which takes the model's value, and {path} recommends "
             f"none ({_FILE} has none, or is missing): set sampling=sample or sampling=greedy"
         )
-    for key, neutral in _LACKING.items():
+    for key, neutral in _UNSUPPORTED.items():
         if content.get(key) not in (neutral, None):
             raise ConfigError(
                 f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen does not "
@@ -106,8 +110,12 @@ def recommendation(
     return f"the model recommends {model}; this job has {job} (sampling=model takes the model's)"
 
 
-def _named(content: Mapping[str, Any]) -> dict[str, float]:
-    """The values of OFF's keys in the content of a file."""
+def _recommended_values(content: Mapping[str, Any]) -> dict[str, float]:
+    """The values of OFF's keys in the content of a file.
+
+    `do_sample`: false means greedy decoding. If it is true and the file sets nothing else, the
+    model recommends sampling from its plain distribution.
+    """
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
     values = {}
@@ -116,6 +124,7 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{_FILE} of the model: {key} must be a number, got {value!r}")
+        # A top_k of -1 is off in some files, as 0 is here.
         values[key] = max(value, 0) if key == "top_k" else float(value)
     if not values and content.get("do_sample") is True:
         values["temperature"] = 1.0

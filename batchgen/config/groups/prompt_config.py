@@ -1,4 +1,5 @@
-"""The configuration group `prompt`: how the prompts of rows are made."""
+"""The configuration group `prompt`: how the prompts of rows are made. The files conf/prompt/*.yaml
+explain the keys. A template is a Jinja text with the columns of a row, such as `{{ question }}`."""
 
 from __future__ import annotations
 
@@ -68,6 +69,8 @@ class ChatPromptConfig:
         if self.messages is not None and self.messages_column == DEFAULT_MESSAGES:
             object.__setattr__(self, "messages_column", None)
         ways = ("user", "user_file", "messages", "messages_column")
+        # Without any of them, the user's message is DEFAULT_USER. `template_text` refuses `user`
+        # together with `user_file`.
         first, *others = [k for k in ways if getattr(self, k) is not None] or ["user"]
         if others and others != ["user_file"]:
             raise ConfigError(

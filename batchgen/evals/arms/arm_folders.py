@@ -18,7 +18,7 @@ from batchgen.storage.leases.job_files import MANIFEST
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here, user_path
 
-_OF_SWEEPS = ("multirun.yaml", "sweep.yaml", "report.html")
+_SWEEP_FILES = ("multirun.yaml", "sweep.yaml", "report.html")
 """Files that a sweep writes next to its jobs."""
 
 
@@ -47,13 +47,14 @@ def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
     arms: list[ArmFolder] = []
     for name in paths:
         path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
-        if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
+        if path.name in _SWEEP_FILES and path.is_file():  # as in SWEEP/*
             continue
         is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
         below = [] if is_job or not path.is_dir() else _jobs_in(path)
         arms += [ArmFolder(job, str(Path(name) / job), listed=True) for job in below]
         arms += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
-    if len({Path(folder.folder).parent for folder in arms}) == 1 < len(arms):
+    # Jobs in one folder are named without it; jobs whose names are equal, with the whole path.
+    if len(arms) > 1 and len({Path(folder.folder).parent for folder in arms}) == 1:
         arms = [replace(folder, name=Path(folder.folder).name) for folder in arms]
     short = Counter(folder.name for folder in arms)
     return [
@@ -71,13 +72,13 @@ def _jobs_in(folder: Path) -> list[str]:
             attempts = JobFolderReader(path).metrics.get("attempts") or [{}]
             began = str(attempts[0].get("started", "~"))
         except (ConfigError, JobError, AttributeError, LookupError, TypeError):
-            began = "~"  # the last; its arm will say what is wrong
+            began = "~"  # sorts behind all dates; its arm will say what is wrong
         folders.append((began, _natural(path.name), path.name))
     return [name for *_, name in sorted(folders)]
 
 
 def _natural(name: str) -> list[tuple[float, str]]:
-    """A sort key by which 9 comes before 10."""
+    """A sort key by which 9 comes before 10: "lr10" has the parts "lr", 10 and ""."""
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
 

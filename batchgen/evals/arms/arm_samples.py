@@ -1,11 +1,15 @@
-"""Selects and pools the samples of arms: several jobs become one arm, or the rows with one value of
-a column do. `job_arms.py` calls these functions."""
+"""Selects and pools the samples of arms, for `job_arms.py`.
+
+An *arm* is one line of a comparison: several jobs that differ only in their seed, or the rows with
+one value of a column. The tables are those of `evals/scores/marks.py`: a line for each sample of a
+question, with its `row_id`, `sample_index` and mark.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
@@ -18,13 +22,19 @@ _MOST_VALUES = 200
 
 def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
     """Pool the samples of several jobs into one table: the questions of all jobs, each with all its
-    answers."""
+    answers.
+
+    The `sample_index` of each job is moved behind those of the jobs before it: two jobs with 4
+    samples have 0 to 3 and 4 to 7. The metadata STARTS lists where each job starts, here [0, 4].
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     from batchgen.evals.scores.marks import STARTS
 
-    moved, start, starts = [], 0, list[int]()
+    moved: list[pa.Table] = []
+    starts: list[int] = []
+    start = 0
     for table in tables:
         starts.append(start)
         position = table.column_names.index("sample_index")
@@ -57,5 +67,5 @@ def samples_with(table: pa.Table, by: str, value: str | None) -> pa.Table:
     """The samples that have this value in a column."""
     import pyarrow.compute as pc
 
-    is_value: Callable[..., Any] = pc.is_null if value is None else pc.equal
-    return table.filter(is_value(table[by], *([] if value is None else [value])))
+    column = table[by]
+    return table.filter(pc.is_null(column) if value is None else pc.equal(column, value))

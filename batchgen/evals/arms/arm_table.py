@@ -8,6 +8,7 @@ were asked and marked; arms with different exams are not compared unless the use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -126,7 +127,7 @@ class ArmTable:
     @property
     def tests(self) -> int:
         """The number of p values that `holm` corrects together."""
-        return sum(row.p is not None and row.p == row.p for row in self.rows)
+        return sum(row.p is not None and not math.isnan(row.p) for row in self.rows)
 
 
 def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
@@ -158,8 +159,10 @@ def best_first(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def _scored(arm: Arm, column: str) -> ArmRow:
+    """The row of an arm, without a comparison. Marks are shares of right answers, so their interval
+    stays between 0 and 1; other columns have any numbers."""
     if arm.marks is None:
-        return ArmRow(arm, None, 0, 0)
+        return ArmRow(arm, score=None, questions=0, answers=0)
     interval = population_interval if column == MARK else mean_interval
     means, counts = avg_at(arm.marks), arm.marks.num_samples
     score = interval(means, arm.marks.clusters)

@@ -1,5 +1,11 @@
-"""Prints a table of arms as plain values, lines for the terminal, Markdown and CSV, for `batchgen
-compare` and reports."""
+"""Formats a table of arms as plain values, lines for the terminal, Markdown and CSV, for `batchgen
+compare` and reports. An *arm* is one line of the table: a job, or jobs that differ only in their
+seed.
+
+    arm        score             95%  difference            95%        p  differs in
+    A  first   56.6%  52.2% to 60.9%                                      temperature=0
+    B  second  69.4%  65.2% to 73.3%       +12.8  +6.5 to +19.0  < 0.001  temperature=0.7
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from batchgen.util.text.data_tables import csv_text
 from batchgen.util.text.text_table import columns, counted, number_text, percent_text
 
 _DIFFERS = "differs in"
-_NAME, _SETTINGS = 40, 60
+_NAME_WIDTH, _SETTINGS_WIDTH = 40, 60
 """The most characters in a line of an arm's name, and of its settings."""
 
 
@@ -38,6 +44,7 @@ def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
 
 
 def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
+    """An arm in `table_values`."""
     arm = row.arm
     values = {
         "name": arm.name,
@@ -86,7 +93,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
     )
     rows = [
         (
-            f"{letter(index)}  {both_ends(shown_name(table, row), _NAME)}",
+            f"{letter(index)}  {both_ends(shown_name(table, row), _NAME_WIDTH)}",
             _value(table, row.score),
             _bounds(table, row.score),
             _difference(table, row.difference),
@@ -105,6 +112,8 @@ def shown_name(table: ArmTable, row: ArmRow) -> str:
     """The name of an arm for people. The settings in the name of a sweep's job get short keys."""
     settings = row.arm.settings
     short = {short_key(key) for key in table.differing}
+    # Without settings in the name there is nothing to shorten, and two keys with one short form
+    # could not be told apart.
     if not settings or len(short) < len(table.differing) or not _names_settings(row):
         return row.arm.name
     return ", ".join(f"{short_key(key)}={value}" for key, value in settings.items())
@@ -209,8 +218,10 @@ def _differing_text(row: ArmRow) -> str:
         return ""
     settings = row.arm.settings.items()
     texts = [f"{short_key(key)}={_short_value(key, value)}" for key, value in settings]
-    kept = [text for at, text in enumerate(texts) if len(", ".join(texts[: at + 1])) <= _SETTINGS]
-    kept = kept or [both_ends(texts[0], _SETTINGS)]
+    kept = [
+        text for at, text in enumerate(texts) if len(", ".join(texts[: at + 1])) <= _SETTINGS_WIDTH
+    ]
+    kept = kept or [both_ends(texts[0], _SETTINGS_WIDTH)]
     more = len(texts) - len(kept)
     return ", ".join(kept) + (f" and {more} more" if more else "")
 

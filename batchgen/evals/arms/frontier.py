@@ -93,6 +93,7 @@ def frontier_lines(frontier: Frontier) -> list[str]:
     """The chart for the terminal: each arm's letter at its score, with its interval, over x."""
     points = frontier.points
     low, high = min(p.low for p in points), max(p.high for p in points)
+    # If all scores are equal, the margin is a part of them; if all are 0, any margin does.
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = low - margin, high + margin
     indices = _columns([point.x for point in points])
@@ -104,6 +105,7 @@ def frontier_lines(frontier: Frontier) -> list[str]:
     for point, index in zip(points, indices, strict=True):
         for at in range(line(point.high), line(point.low) + 1):
             grid[at][index] = "│"
+        # The label of arm 27 and later has two digits, and there is room for the last.
         grid[line(point.score.estimate)][index] = point.letter[-1]
     as_text = shown_value(frontier.column)
     marks = {line(v): as_text(v) for v in (high - margin, (low + high) / 2, low + margin)}
@@ -116,8 +118,9 @@ def frontier_lines(frontier: Frontier) -> list[str]:
 
 
 def _columns(values: Sequence[float]) -> list[int]:
-    """The column of each of some ascending values. If a column is occupied, the next free one on
-    the right is used, or on the left at the end."""
+    """The column of each of some ascending values. Two columns in use have a free one between them:
+    a value that is too near to the one before it moves to the right, or at the end of the line to
+    the left."""
     span = values[-1] - values[0]
     indices: list[int] = []
     for value in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -14,7 +15,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     1. None and NaN mean that there was no test; they do not count.
     """
     tested = [(value, at) for at, value in enumerate(values) if value is not None]
-    order = sorted((value, at) for value, at in tested if value == value)
+    order = sorted((value, at) for value, at in tested if not math.isnan(value))
     corrected, largest = list(values), 0.0
     for rank, (value, at) in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * value))

@@ -1,4 +1,8 @@
-"""Normal forms of answers, which the grader `Grade` compares: integers, texts, letters and JSON."""
+"""Normal forms of answers, which the grader `Grade` compares: integers, texts, letters and JSON.
+
+normal_integer("$1,000.00") → "1000"        choice_letter("(b) iron", […]) → "B"
+normal_text(" a  b\\n") → "a b"             valid_json('{"b":1, "a":2}', …) → True, '{"a":2,"b":1}'
+"""
 
 from __future__ import annotations
 
@@ -20,23 +24,28 @@ from batchgen.evals.math.same import MOST_CHARACTERS
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SIMPLE = re.compile(r"-?[1-9][0-9]*|0")
-_LONG = re.compile(r"([+-]?)0*([1-9][0-9]*)")
-_USUAL = re.compile(r"([+-]?)(?:\\?\$ ?)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+_SHORT_INTEGER = re.compile(r"-?[1-9][0-9]*|0")
+_SIGNED_DIGITS = re.compile(r"([+-]?)0*([1-9][0-9]*)")
+_WRITTEN_INTEGER = re.compile(r"([+-]?)(?:\\?\$ ?)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+"""An integer as most answers write it, read without the parser of formulas: `$1,000.00`. Groups:
+sign, and digits with commas."""
 _NO_DIGIT = re.compile(r"\D*")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
 _LETTER_FIRST = re.compile(
     rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
 )
-_LETTERS = re.compile(
+"""One letter before other text: `B. iron`, but not `A. and B.`, which names two."""
+_LETTER_LIST = re.compile(
     r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
 )
+"""Several letters with separators: `A, C`, `(A) and (C)`."""
 _LABEL = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
     r"(?=\(?[A-Za-z]\b)",
     re.I,
 )
+"""Words before a letter: `The correct answer is (B)`."""
 
 
 def normal_integer(answer: str) -> str | None:
@@ -49,14 +58,14 @@ def normal_integer(answer: str) -> str | None:
     `-0` is `0`. Expressions that must be computed (`9 + 9`), `3 or 4` and `3x` are not numbers.
     There may be any number of digits.
     """
-    if _SIMPLE.fullmatch(answer):
+    if _SHORT_INTEGER.fullmatch(answer):
         return answer
     if len(answer) > MOST_CHARACTERS:
-        match = _LONG.fullmatch(answer.strip())
+        match = _SIGNED_DIGITS.fullmatch(answer.strip())
         return None if match is None else match[1].replace("+", "") + match[2]
     if _NO_DIGIT.fullmatch(answer):
         return None
-    if match := _USUAL.fullmatch(answer):
+    if match := _WRITTEN_INTEGER.fullmatch(answer):
         digits = match[2].replace(",", "").lstrip("0") or "0"
         return "-" + digits if match[1] == "-" and digits != "0" else digits
     value = literal_number(answer)
@@ -79,18 +88,20 @@ def _short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanAr
         array = array.cast(pa.string())
     elif not pa.types.is_string(array.type):
         array = pa.nulls(len(values), pa.string())
-    short = pc.match_substring_regex(array, rf"\A(?:{_SIMPLE.pattern})\z")
+    short = pc.match_substring_regex(array, rf"\A(?:{_SHORT_INTEGER.pattern})\z")
     return array, short.fill_null(fill_value=False)
 
 
 def short_integer_marks(
     answers: Sequence[Any], targets: Sequence[Any]
 ) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
-    """Mark rows whose answer and target are both short integers.
+    """Mark rows whose answer and target are both short integers, such as `18` and `-4`.
 
     Returns:
-        The marks, keys and targets of the N rows, None for the other rows; and the indices of the
-        other rows.
+        marks: [N] 1 or 0; None for other rows.
+        keys: [N] the normal forms of the answers; None for other rows.
+        targets: [N] the normal forms of the targets; None for other rows.
+        others: the indices of the other rows, which are graded one by one.
     """
     import pyarrow.compute as pc  # workers do not need it
 
@@ -98,13 +109,9 @@ def short_integer_marks(
     wanted, is_short_target = _short_integers(targets)
     short = pc.and_(is_short, is_short_target)
     columns = pc.equal(integers, wanted).cast("float64"), integers, wanted
-    marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
-    return (
-        marks,
-        keys,
-        against,
-        [at for at, is_marked in enumerate(short.to_pylist()) if not is_marked],
-    )
+    marks, keys, wanted_keys = (pc.if_else(short, column, None).to_pylist() for column in columns)
+    others = [at for at, is_marked in enumerate(short.to_pylist()) if not is_marked]
+    return marks, keys, wanted_keys, others
 
 
 def normal_text(text: str, ignore_case: bool = False) -> str:
@@ -128,7 +135,7 @@ def choice_letter(answer: str, choices: Sequence[Any]) -> str:
         for letter, choice in zip(LETTERS, choices, strict=False):
             if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
                 return letter
-    if _LETTERS.fullmatch(text):
+    if _LETTER_LIST.fullmatch(text):
         named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
         return ", ".join(sorted({letter.upper() for letter in named}))
     if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):

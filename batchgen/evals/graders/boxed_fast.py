@@ -1,4 +1,4 @@
-"""A fast path of `Extract`: finds the boxed answer of simple texts, for a whole Arrow array at
+r"""A fast path of `Extract`: finds the boxed answer of simple texts, for a whole Arrow array at
 once.
 
 Most texts of a model that was asked for a boxed number contain `\boxed{18}` and no other command.
@@ -73,10 +73,12 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     is_simple &= (end < ends[rows]) & (length > 0)
     is_simple &= ~((content == ord("{")) & (np.arange(_LONGEST + 1) < length[:, None])).any(1)
     is_simple &= (content[:, 0] > _LAST_SPACE) & (data[end - 1] > _LAST_SPACE)
+    # Compare with the refused characters that occur at all, and with bytes that are not ASCII.
     whole = data.tobytes()
     refused = [data == ord(char) for char in without if char.isascii() and char.encode() in whole]
     for is_refused in refused if whole.isascii() else [*refused, data > 127]:
-        is_simple &= _within(np.flatnonzero(is_refused), begins, ends)[1][rows] == 0
+        _, number = _within(np.flatnonzero(is_refused), begins, ends)
+        is_simple &= number[rows] == 0
     rows, start, end = rows[is_simple], start[is_simple], end[is_simple]
     result = LoneBoxes.none(len(texts))
     result.present[rows] = True

@@ -159,11 +159,12 @@ class OrderChoices:
     def _choices(self, fields: Mapping[str, Any]) -> tuple[list[str], str]:
         """The choices in the order of the row, and the text of the right one."""
         if self.choices_column is None:
-            first, *rest = ((name, self._value(fields, name)) for name in self.columns)
-            texts = [_text(first[1], first[0])]
-            for name, value in rest:
-                many = value if isinstance(value, list | tuple) else [value]
-                texts += [_text(choice, name) for choice in many]
+            right_column, *other_columns = self.columns
+            texts = [_text(self._value(fields, right_column), right_column)]
+            for name in other_columns:
+                value = self._value(fields, name)
+                values = value if isinstance(value, list | tuple) else [value]
+                texts += [_text(choice, name) for choice in values]
             return _lettered(texts), texts[0]
         assert self.target_column is not None
         listed, name = self._value(fields, self.choices_column), self.choices_column

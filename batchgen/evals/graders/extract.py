@@ -1,4 +1,7 @@
-"""The post step `Extract`, which finds the answer in the text of a model's output."""
+r"""The post step `Extract`, which finds the answer in the text of a model's output.
+
+"<think>…</think> So it is \boxed{18}."  →  answer "18", and where it begins and ends in the text
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ _NUMBER = re.compile(
     rf"(?:{_SPACED}|\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|(?::\d+)+)?(?!\.?\d)",
     re.A,
 )
+"""A number with its sign, thousands, decimals and power of ten, or a time such as 10:30, that is no
+part of a word or of a version number. `_SPACED` is a number with spaces between thousands; with one
+plain space only before 0xx, because `3 500` may be two numbers."""
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+"""A key or a position in a path: `.a` or `[0]`."""
 _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
 
 
@@ -127,6 +134,7 @@ class Extract(TextStep):
         names = ("answer", "answer_start", "answer_end", "reasoning_end")
         return tuple(self.prefix + name for name in names)
 
+    # The members from here to `apply_all` are those of `ColumnStep`.
     @property
     def columns(self) -> tuple[Column, ...]:
         answer, start, end, reasoning = self._names
@@ -235,6 +243,7 @@ class Extract(TextStep):
         return 0, len(text)
 
     def _pick(self, spans: list[Span]) -> Span | None:
+        """The first or the last span, as `which` says."""
         if not spans:
             return None
         return spans[0] if self.which == "first" else spans[-1]
@@ -248,6 +257,7 @@ class Extract(TextStep):
         return self._pick(letter_spans(text, self.letters))
 
     def _json_path(self, text: str) -> tuple[str, Span] | None:
+        """The value at `path` as text, and the span of the JSON that has it; None without one."""
         assert self.path is not None
         parsed = _json_in(text)
         if parsed is None:

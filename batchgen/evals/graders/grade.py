@@ -1,4 +1,8 @@
-"""The post step `Grade`, which compares the extracted answer of a row with the row's target."""
+"""The post step `Grade`, which compares the extracted answer of a row with the row's target.
+
+With method integer, the answer "$1,000.00" and the target "1000": mark 1.0, answer_key "1000" (the
+normal form of the answer) and graded_against "1000".
+"""
 
 from __future__ import annotations
 
@@ -97,6 +101,8 @@ class Grade:
             if num_groups(self.target_pattern, "Grade: target_pattern") < 1:
                 raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
 
+    # The members from here to `apply_all` are those of `ColumnStep`. A step is isolated if `apply`
+    # may hang or crash, so that it must run in a worker process.
     @property
     def columns(self) -> tuple[Column, ...]:
         answer, target = self.answer, self.target

@@ -1,5 +1,9 @@
 """Runs post steps over finished rows: in this process if that is safe, otherwise in worker
-processes. Grading and running scores use a `Grader`."""
+processes. Grading and running scores use a `Grader`.
+
+A step is *isolated* if it may hang or crash, as a regular expression of a user may. It and all
+later steps run in a worker process, which can be killed.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +81,7 @@ class StepChain:
 
     @cached_property
     def _parts(self) -> tuple[tuple[PostStep, ...], tuple[PostStep, ...]]:
-        """The steps before the first one that needs a worker, and that step with all later ones."""
+        """The steps before the first isolated one, and that step with all later ones."""
         inside = tuple(takewhile(lambda step: not step.isolated, self.steps))
         return inside, self.steps[len(inside) :]
 
@@ -103,6 +107,7 @@ class StepChain:
         if None not in needed:
             names = {name for needs in needed for name in needs or ()}
             fields = {name: fields[name] for name in names if name in fields}
+        # What the steps do not read is not sent to the worker.
         text = text if any(step.reads_text for step in left) else ""
         return values, AnswerRow(text, fields, inside_values)
 
@@ -117,6 +122,8 @@ class StepChain:
         """The columns of all steps for N rows, with the same values as row by row. A null text
         stands for an error row."""
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
+        # The rows without an error so far. A step gets only these, and its results are put back at
+        # their indices.
         left = [index for index, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
             rows = AnswerRows(
@@ -233,15 +240,17 @@ class Grader:
         pool: WorkerPool[AnswerRow, _Values],
         started: Iterator[tuple[_Values, AnswerRow | None]],
     ) -> Iterator[_Values]:
-        held: deque[_Values] = deque()  # values of the rows that the pool has read, not returned
+        """Yield the values of rows whose first steps have run, once the pool has run the others."""
+        # The values of the first steps, for rows that the pool has read and not yet returned.
+        pending: deque[_Values] = deque()
 
         def items() -> Iterator[AnswerRow | Ready[_Values]]:
             for values, row in started:
-                held.append(values)
+                pending.append(values)
                 yield Ready({}) if row is None else row
 
         for result in pool.map(items()):
-            values = held.popleft()
+            values = pending.popleft()
             if isinstance(result, GradeFailure):
                 yield values | _error(result)
             else:
@@ -249,4 +258,5 @@ class Grader:
 
 
 def _error(failure: GradeFailure) -> _Values:
+    """The value of the column of errors, under its name."""
     return {GRADE_ERROR.name: {"type": failure.type, "message": str(failure)}}

@@ -7,6 +7,7 @@ users.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import socket
@@ -27,13 +28,14 @@ from batchgen.evals.graders.step import GradeFailure
 A = TypeVar("A")
 R = TypeVar("R")
 
+# The program of a worker, which gets the parent's import path as an argument.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from batchgen.evals.graders.grading_worker import main; main()"
 )
 _BATCH_SECONDS = 0.05
 """A worker is sent about as many items together as it finishes in this time."""
-_MOST_AT_ONCE = 64
+_MOST_AT_ONCE = 64  # items
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class WorkerPool(Generic[A, R]):
         return self._map(iter(items))
 
     def _map(self, items: Iterator[A | Ready[R]]) -> Iterator[R | GradeFailure]:
+        """See `map`. Items are numbered from 0: `read` were read, and `yielded` results yielded."""
         waiting: deque[_Task[A]] = deque()
         done: dict[int, R | GradeFailure] = {}
         read, yielded, more = 0, 0, True
@@ -192,7 +195,7 @@ class WorkerPool(Generic[A, R]):
         for worker in list(self._workers):
             if worker.tasks or not waiting:
                 continue
-            share = -(-len(waiting) // self._count)
+            share = math.ceil(len(waiting) / self._count)
             count = min(worker.at_once, max(1, share), len(waiting))
             worker.tasks.extend(waiting.popleft() for _ in range(count))
             worker.sent = time.monotonic()
@@ -225,6 +228,7 @@ class WorkerPool(Generic[A, R]):
                     self._give_up(worker, failure, waiting, done)
 
     def _limit(self, worker: _Worker[A]) -> float:
+        """The seconds that a worker may take for its first item, or to start."""
         return self._seconds if worker.ready else self._start_seconds
 
     def _read(
@@ -277,6 +281,7 @@ class WorkerPool(Generic[A, R]):
         self._workers.remove(worker)
 
     def _start(self) -> None:
+        """Start a worker, connected by a pair of sockets, and send it the function."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(

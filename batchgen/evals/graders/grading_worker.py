@@ -66,8 +66,12 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
 
 def die_with(parent: int) -> None:
     """Make the kernel (Linux) kill this process when its parent ends, even if a call never
-    returns."""
+    returns.
+
+    Args:
+        parent: the id of the process that started this one.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the kernel knew
         sys.exit(0)

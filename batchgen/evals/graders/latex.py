@@ -1,11 +1,15 @@
-"""Reads LaTeX in answers: removes commands that only affect the layout, and finds boxes
-(`\boxed{…}`). `Extract` and `Grade` use it."""
+r"""Reads LaTeX in answers: removes commands that only affect the layout, and finds boxes
+(`\boxed{…}`). `Extract` and `Grade` use it.
+
+    boxes(r"so \boxed{18}") → [(10, 12)]        plain(r"$\left(\text{A}\right).$") → "(A)"
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from fractions import Fraction
+from typing import NamedTuple
 
 Span = tuple[int, int]
 """The begin and the end of a part of a text, in characters; the end is not part of it."""
@@ -14,6 +18,8 @@ _BOX = r"\\(?:boxed|fbox|framebox)"
 _BRACES = re.compile(
     rf"(?P<open>{_BOX}\s*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
 )
+"""What matters for nested boxes: the command and opening brace of a box (`open`), a box without
+braces (`bare`), an escaped character, and any other brace."""
 _ONE_BOX = re.compile(r"\\boxed\s*\{([^{}\\]*)\}")
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
@@ -28,7 +34,15 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(
     r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A
 )
-_MOST_DIGITS = 4000  # the longest integers that Python reads have some more
+_MOST_DIGITS = 4000  # Python's `int` reads at most 4,300 digits of a text
+
+
+class _Box(NamedTuple):
+    """A box in a text: the character at which its command begins, and the span of its content."""
+
+    command: int
+    start: int
+    end: int
 
 
 def boxes(text: str) -> list[Span]:
@@ -38,8 +52,9 @@ def boxes(text: str) -> list[Span]:
     then only the inner one counts. An empty box, or one without its closing brace, does not count.
     Takes time in proportion to the text.
     """
-    closed: list[tuple[int, int, int]] = []  # (where the command begins, content's start, its end)
-    open_braces: list[tuple[int, int] | None] = []  # of boxes; None for any other brace
+    closed: list[_Box] = []
+    # The braces that are open: of a box its command and the start of its content, else None.
+    open_braces: list[tuple[int, int] | None] = []
     first = text.find("\\")  # Python finds one character many times faster than a word
     if first < 0:
         return []
@@ -56,19 +71,26 @@ def boxes(text: str) -> list[Span]:
         if match["open"]:
             open_braces.append((match.start(), match.end()))
         elif match["bare"]:
-            closed.append((match.start(), *match.span("bare")))
+            closed.append(_Box(match.start(), *match.span("bare")))
         elif match[0] == "{":
             open_braces.append(None)
         elif match[0] == "}" and open_braces and (box := open_braces.pop()):
-            begin, start, end = *box, match.start()
-            inner = None
-            while closed and closed[-1][0] > begin:
-                inner = closed.pop()
-            if inner and not (text[start : inner[0]] + text[inner[2] + 1 : end]).strip():
-                closed.append(inner)
+            command, start = box
+            end = match.start()
+            first_inner = None
+            while closed and closed[-1].command > command:
+                first_inner = closed.pop()
+            if first_inner and not _beside(text, first_inner, (start, end)).strip():
+                closed.append(first_inner)
             elif text[start:end].strip():
-                closed.append((begin, start, end))
+                closed.append(_Box(command, start, end))
     return [(start, end) for _, start, end in closed]
+
+
+def _beside(text: str, inner: _Box, content: Span) -> str:
+    """The content of a box before and behind a box in it."""
+    start, end = content
+    return text[start : inner.command] + text[inner.end + 1 : end]
 
 
 def stripped(text: str, span: Span) -> Span:

@@ -22,44 +22,61 @@ from batchgen.evals.graders.latex import Span, boxes
 
 # Each pattern for a search begins with a set of characters, which `re` finds many times faster than
 # words. Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
+# Before each pattern are examples of what it matches.
+# Behind one character: it begins a word.
 _START = r"(?<![A-Za-z0-9_].)"
+# A label: Answer, ans, CHOICE, option, 答案, 正确选项, 选.
 _NOUN = (
     rf"[AaCcOo答正选]{_START}"
     r"(?:(?:nswer|NSWER|ns|NS|hoice|HOICE|ption|PTION)\b|案|确选项|项|(?<=选)择?)"
 )
+# Marks between a word and its letter: `: **(`, `\boxed{`.
 _FILL = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
+# "here", "to this question".
 _ABOUT = r"(?:(?:here|(?:to|for|among|of|in)\s[^.,;:?!\n]{1,80}?)\s{1,2})?"
+# "would be", "has to be".
 _BE = r"(?:(?:would|must|should|will|could|can|has\sto|have\sto)\s(?:only\s)?be)\b"
+# "is", "'s", "must be", ":", "应该是".
 _IS = rf"(?:\b(?:is|IS|was)\b|['’]s\b|{_BE}|[:：=]|(?:应该|应当|应)?[是为选])"
+# " definitely", " most likely".
 _SURELY = (
     r"(?:\s{1,2}(?:definitely|clearly|therefore|thus|then|(?:most\s)?likely|probably|indeed|"
     r"actually|still|obviously|simply))?"
 )
+# " the option", " letter".
 _NAMED = r"(?:[\s*_:]{0,6}(?:the\s)?(?:[Oo]ption|[Cc]hoice|[Ll]etter|[Aa]nswer)\b)?"
+# A decision: "must be", "choose option", "go with", 选择.
 _CHOSEN = (
     rf"[mwschgpo选]{_START}(?:(?:ust|ould|hould|ill|an|as\sto|ave\sto)\s(?:only\s)?be\b"
     r"|(?:hoose|hose|ick|icked|elect|elected|(?:o|oing|ent)\swith|pt\sfor)\b|(?<=选)择?[:：]?)"
     + _NAMED
 )
+# "final ", "correct **" at the end of the searched text.
 _FINAL = re.compile(r"\b(?:final|correct|best|right)[\s*_]{1,4}\Z", re.I)
+# Marks behind a letter: `)**`.
 _AFTER = r"[)\]}*_.\s$\"']{0,6}"
+# "is correct", "is the best", 正确.
 _RIGHT = (
     r"(?:(?:is|IS)\s(?:(?:indeed|clearly|therefore|thus)\s)?(?:the\s)?(?:only\s|most\s)?"
     r"(?:correct|right|best|accurate|true)\b|是?(?:正确|对))"
 )
+# "is the correct answer".
 _THE_RIGHT = (
     r"(?:is|IS)\s(?:(?:indeed|clearly|therefore|thus)\s)?the\s(?:only\s|most\s)?"
     r"(?:correct|right|best|accurate)\s(?:answer|option|choice|one)\b"
 )
+# "is wrong", "too long", "fails", 不对.
 _WRONG = (
     r"(?:(?:is|was|seems|looks)\s)?(?:(?:clearly|also|therefore|thus|simply)\s)?"
     r"(?:not\b|wrong|incorrect|false\b|invalid|too\b|fails?\b|failed|ignores?\b|contradicts?\b|"
     r"misses\b|cannot|can['’]t|does\snot|doesn['’]t|isn['’]t|is\sout\b|错|不对|不正确|不符)"
 )
+# "not ", "eliminate option (" at the end of the searched text.
 _REJECTING = re.compile(
     r"(?:\b(?:not|never|neither|nor|without|unlike|eliminat\w{1,4}|rul(?:e|es|ed|ing)\sout|"
     r"exclud\w{1,4}|reject\w{0,4}|discard\w{0,4})|n['’]t|排除|不)\s?(?:[\w()*]{1,12}\s){0,3}[*_(]*\Z"
 )
+# "if the answer", "suppose" at the end of the searched text.
 _SUPPOSING = re.compile(
     r"(?:\b(?:if|whether|suppos\w{1,4}|assum\w{1,4})\b|如果|假设)[^.,;:!?\n]{0,30}\Z", re.I
 )
@@ -68,7 +85,18 @@ _BEFORE = 60
 
 
 class _Patterns(NamedTuple):
-    """The patterns for some letters. In a pattern without named groups, group 1 is the letter."""
+    """The patterns for some letters. Group 1 is the letter, except in `labelled`.
+
+    Attributes:
+        labelled: a label and a letter. Groups: `noun`, the label; and either `stated`, the letter
+            after a verb ("answer is C"), or `letter`, the letter directly after the label, with
+            `dash` ("answer - C") and what is said about it, `right` or `wrong` ("option C is
+            wrong").
+        affirmed: "C is the correct answer".
+        decided: "it must be C".
+        first: a letter at the start of a text: "C.", "(C)".
+        line: a line with nothing but the letter.
+    """
 
     labelled: re.Pattern[str]
     affirmed: re.Pattern[str]
@@ -147,7 +175,9 @@ def _lists_choices(text: str, first: re.Match[str], patterns: _Patterns) -> bool
 
 @lru_cache(maxsize=64)
 def _patterns(letters: str) -> _Patterns:
+    """The patterns for letters such as "ABCD"."""
     small = letters.lower()
+    # `joined` and `listed` recognise a second letter ("A, B"), so that neither counts.
     joined = r"\s{0,4}(?:\)?\s{0,4}(?:[,;/&、和或]|and\b|or\b)\s{0,4}\(?)"
     listed = r"(?=[\s.,;)*\]}$]{0,4}(?:\n|and\b|or\b|\Z|[,;)]))"
     large = rf"[{letters}](?![A-Za-z0-9'])(?<!I(?=\s[a-z]))(?!{joined}[{letters}]{listed})"

@@ -1,5 +1,9 @@
 """The post steps `ParseScore`, which reads a score from a judge's text, and `ChoiceScore`, which
-computes a score from the probabilities of choices."""
+computes a score from the probabilities of choices.
+
+    "It is clear. Score: 7/10"                  →  score 7.0, mark 0.7
+    choices ["1", "2"], choice_scores [.2, .8]  →  score 1.8, the expected value
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,8 @@ class ParseScore(TextStep):
 
     @property
     def version(self) -> int:
-        """A number that increases for scores without a pattern of the user's."""
+        """A number that increases when the same options may give other scores; those of a user's
+        pattern have not changed."""
         return 2 if self.pattern is None else 1
 
     @property
@@ -101,6 +106,7 @@ class ParseScore(TextStep):
     def _number_span(self, text: str) -> Span | None:
         """The span of the last score that the text states; otherwise of the last number after a
         bare label."""
+        # The last score that a text states (True), and the last after a bare label (False).
         spans: dict[bool, Span | None] = {}
         for match in _SCORES.finditer(text):
             says = match["says"] is not None and match["says"].lower() != "of"
@@ -108,7 +114,7 @@ class ParseScore(TextStep):
                 continue
             if match["range"]:
                 if says:
-                    spans[says] = None
+                    spans[says] = None  # the text ends up without a score, unless one follows
                 continue
             scale = 100.0 if match["percent"] else float(match["scale"] or self.high)
             if scale == self.high and self._is_score(text, match.span("number")):
@@ -116,6 +122,7 @@ class ParseScore(TextStep):
         return spans.get(True, spans.get(False))
 
     def _is_score(self, text: str, span: Span) -> bool:
+        # The span of a group that took no part in the match is (-1, -1).
         exact = latex_number(text[slice(*span)]) if span[0] >= 0 else None
         return exact is not None and self.low <= exact <= self.high
 
@@ -196,6 +203,7 @@ class ChoiceScore(TextStep):
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _score(self, scores: Sequence[float] | None) -> float | None:
+        """The probability of `choice`, or the expected value of the choices."""
         choices = self.choices or ()
         if not scores or len(scores) != len(choices):
             return None

@@ -120,7 +120,8 @@ class RunTests:
 
     @property
     def most_seconds(self) -> float:
-        """The longest time of `apply`, which ends programs that take longer."""
+        """The longest time of `apply` in seconds. It ends programs that take longer than
+        `total_seconds`; 10 s are for the start and end of sandboxes."""
         return self.total_seconds + 10
 
     def check_machine(self) -> None:
@@ -132,7 +133,7 @@ class RunTests:
         check_sandbox(self._sandbox.interpreter)
 
     def prepare(self) -> None:
-        assert self._sandbox
+        assert self._sandbox  # its first use looks for the interpreter and its packages
 
     @cached_property
     def _sandbox(self) -> Sandbox:
@@ -168,6 +169,7 @@ class RunTests:
         return result
 
     def _run(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
+        """Run a program against the values of the columns with tests; `name` is the function's."""
         if self.method == "assert":
             return run_tests(self._sandbox, program, _code(tests, name))
         try:
@@ -176,22 +178,28 @@ class RunTests:
             raise GradeFailure("bad_target", f"column {', '.join(self.tests)}: {error}") from None
         if not cases:
             raise GradeFailure("no_target", f"column {', '.join(self.tests)} has no tests")
+        # Cases that call a function run first, all in one program; then one program for each case
+        # that reads standard input.
         calling = [case for case in cases if case.calls]
         if calling and name is None:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
-        read = [case for case in cases if not case.calls]
+        reading = [case for case in cases if not case.calls]
         deadline = time.monotonic() + self.total_seconds
         result = (
             self._run_calls(program, calling, name) if calling and name else ProgramResult("passed")
         )
-        return self._with_inputs(program, read, deadline) if result.outcome == "passed" else result
+        return (
+            self._with_inputs(program, reading, deadline) if result.outcome == "passed" else result
+        )
 
     def _run_calls(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
+        """Run cases that call a function, all in one sandbox."""
         seconds = min(self.seconds * len(cases), self.total_seconds)
         sandbox = replace(self._sandbox, seconds=seconds)
         return run_tests(sandbox, program, calling_tests(cases, name))
 
     def _with_inputs(self, program: str, cases: Sequence[Case], deadline: float) -> ProgramResult:
+        """Run cases that read standard input, each in a new sandbox, up to the first failure."""
         for index, case in enumerate(cases):
             limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())

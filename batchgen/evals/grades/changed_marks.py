@@ -84,6 +84,7 @@ class ChangedMarks:
         if not before.select(ROW_KEYS).equals(after.select(ROW_KEYS)):
             return
         old, new = before[MARK], after[MARK]
+        # Two nulls are equal; a null and a mark are not.
         differ = pc.fill_null(pc.not_equal(old, new), pc.xor(old.is_valid(), new.is_valid()))
         indices = pc.indices_nonzero(differ)
         pairs = zip(*(table.take(indices).to_pylist() for table in (before, after)), strict=True)
@@ -94,6 +95,7 @@ class ChangedMarks:
                 self._write("".join(lines))
             self.compared += len(before)
             self._kinds.update(map(_kind, rows))
+            # The first by `row_index` and `sample_index`.
             self._first = heapq.nsmallest(_SHOWN, [*self._first, *rows])
 
     def lines(self, more: str = "") -> list[str]:
@@ -112,18 +114,20 @@ class ChangedMarks:
         return lines
 
 
-_KINDS = ("from right to wrong", "from wrong to right", "in another way")
+_WORSE, _BETTER, _OTHERWISE = "from right to wrong", "from wrong to right", "in another way"
+_KINDS = (_WORSE, _BETTER, _OTHERWISE)
 
 
 def _kind(row: ChangedMark) -> str:
     """The kind of a change. A mark of 1 is right, and any other is wrong."""
     before, after = row.mark_before, row.mark
     if before is None or after is None or (before == 1) == (after == 1):
-        return _KINDS[2]
-    return _KINDS[before != 1]
+        return _OTHERWISE
+    return _WORSE if before == 1 else _BETTER
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> ChangedMark:
+    """The change of a row, from its old and its new grades."""
     return ChangedMark(
         after["row_index"],
         after["sample_index"],
@@ -136,6 +140,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> ChangedMark:
 
 
 def _line(row: ChangedMark) -> str:
+    """A change as a line: `  q7 sample 2: wrong → right, answer "17" → "18"`."""
     name = beginning(row.row_id, _LENGTH) + f" sample {row.sample_index}" * (row.sample_index > 0)
     line = f"  {name}: {_word(row.mark_before)} → {_word(row.mark)}"
     answers = [_shown(answer) for answer in (row.answer_before, row.answer)]

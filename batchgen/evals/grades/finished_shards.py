@@ -1,5 +1,5 @@
-"""Reads the shards of a complete job, or of a set of rows, together with their grades. Exports,
-sets and jobs over other jobs' rows use it."""
+"""Reads the shards of a complete job, or of a *set* of rows (which `batchgen select` wrote),
+together with their grades. Exports, sets and jobs over other jobs' rows use it."""
 
 from __future__ import annotations
 
@@ -120,6 +120,7 @@ class GradedShards(ABC):
         shard, first = self.shards[number], 0
         graded = self._graded(number, grades) if grades else None
         names = [*columns, *KEYS] if grades else columns
+        # A table without columns would have no number of rows.
         names = [*dict.fromkeys(names)] or self.schema.names[:1]
         indices = np.arange(shard.ends[-1]) if indices is None else indices
         with CheckedFile(self._source(DATA, number)) as file:
@@ -226,7 +227,8 @@ class FinishedShards(GradedShards):
             for number in files:
                 with CheckedFile(self._source(GRADES, number)) as file:
                     steps.add((file.schema.metadata or {}).get(STEPS_KEY))
-                    schema = schema if number else file.schema
+                    if number == 0:
+                        schema = file.schema
         except DamagedFile as error:
             return schema, str(error)
         schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])

@@ -57,6 +57,7 @@ class JobGrades:
         made."""
         self.job, self.path = job, job / GRADES
         self._witness = witness
+        # Shard → its inode, size and times, and the digest of its bytes while these are the same.
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._written: dict[GradePart, str] = {}  # part → the steps that it was made by
         self._steps: str | None = None
@@ -184,10 +185,10 @@ class JobGrades:
             raise unwritable(self.path, error) from error
         count = config.workers or usable_cores()
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
-            todo = GradingPass(grader, described, text_column, stop, self._witness, changes)
+            grading_pass = GradingPass(grader, described, text_column, stop, self._witness, changes)
             rows = 0
             try:
-                for part, number in todo.grade(pending):
+                for part, number in grading_pass.grade(pending):
                     self._written[part] = described
                     rows += number
             except Stopped:

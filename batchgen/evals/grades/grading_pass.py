@@ -102,8 +102,8 @@ class GradingPass:
         if self.witness is None or not seen:
             return count, None
         rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
-        is_whole = set(self.witness.columns) <= set(rows.column_names)
-        return count, (rows, grades) if is_whole else None
+        has_columns = set(self.witness.columns) <= set(rows.column_names)
+        return count, (rows, grades) if has_columns else None
 
     def _graded_batches(
         self,
@@ -131,7 +131,7 @@ class GradingPass:
 
     def _grade_rows(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
         """Write parts row by row; rows of several parts may be in the workers at the same time."""
-        # The rows that the grader has read and not returned.
+        # The keys of the rows that the grader has read and not returned, in order.
         keys: deque[tuple[GradePart, Mapping[str, Any]]] = deque()
 
         def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
@@ -153,6 +153,7 @@ class GradingPass:
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a shard, with the columns that the steps read; JSON is parsed."""
         with CheckedFile(shard) as file:
             for batch, readers in self._batches(file):
                 for row in batch.to_pylist():

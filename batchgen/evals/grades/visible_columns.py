@@ -1,4 +1,8 @@
-"""The names by which expressions and templates read the columns of rows and of their grades."""
+"""The names by which expressions and templates read the columns of rows and of their grades.
+
+With the columns `question` and `text` of rows, and the grades `mark` and `answer`, the expression
+`grades.mark > 0 and len(text) < 100` reads `mark` of the grades and `text` of the rows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ GRADES = "grades"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The columns that are to be read.
+    """The columns that are to be read for an expression or an export.
 
     Attributes:
         data, grades: the columns of the rows, and those of the grades.
@@ -58,7 +62,7 @@ class VisibleColumns:
         """
         expression = RowExpression(key, source, (*self.names, *self._more))
         for name in sorted(self._both & set(expression.names)):
-            if expression.attributes(name) != frozenset():
+            if expression.attributes(name) != frozenset():  # it reads the column or a field of it
                 raise ConfigError(
                     f"{key}: {name} is a column of the data and one of the grades: write "
                     f"grades.{name} or row.{name}"
@@ -74,6 +78,8 @@ class VisibleColumns:
     def read_by(self, expression: RowExpression) -> Wanted:
         """The columns that an expression reads."""
         fields, row_fields = expression.attributes(GRADES), expression.attributes("row")
+        # Single grades (`grades.mark`) can be read alone, unless the expression also reads `grades`
+        # or `row` as a whole.
         if not self.has_grades or not fields or row_fields is None or GRADES in row_fields:
             return self.named(expression.names)
         variables = self.named([name for name in expression.names if name != GRADES])

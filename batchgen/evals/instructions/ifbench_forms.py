@@ -1,7 +1,8 @@
 """The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on forms, repeats and single tasks.
 
 As in `ifbench_words.py`, they follow allenai/IFBench, instructions.py, commit 1d62c1d. `FORMS`
-lists them. The names of the instructions are in its keys.
+lists them. The names of the instructions are in its keys. The docstring of a check says when it is
+true.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def _quotes(text: str, args: InstructionArguments) -> bool:
 
 
 def _options(text: str, args: InstructionArguments) -> bool:
+    """The text is one of the options in the argument, such as "yes/no/maybe" or "(a) x, (b) y"."""
     options = args.text("options")
     between = next((mark for mark in ("/", "or") if mark in options), ",")
     known = [option.strip() for option in options.split(between)]
@@ -76,6 +78,7 @@ def _options(text: str, args: InstructionArguments) -> bool:
 
 
 def _newline(text: str, args: InstructionArguments) -> bool:
+    """Each line has one word."""
     bare = text.translate(_NO_MARKS).strip()
     return sum(line != "" for line in bare.split("\n")) == len(bare.split())
 
@@ -91,6 +94,7 @@ def _emoji(text: str, args: InstructionArguments) -> bool:
 
 
 def _line_indent(text: str, args: InstructionArguments) -> bool:
+    """Each line is indented by more spaces than the line before it."""
     lines = [line for line in text.split("\n") if line.strip()]
     indents = [len(line) - len(line.lstrip(" ")) for line in lines]
     return all(a < b for a, b in itertools.pairwise(indents))
@@ -104,6 +108,7 @@ def _quote_unquote(text: str, args: InstructionArguments) -> bool:
 
 
 def _list(text: str, args: InstructionArguments) -> bool:
+    """The separator in the argument, which replaces the marks of a list, occurs at least twice."""
     return text.count(args.text("sep")) >= 2
 
 
@@ -116,6 +121,7 @@ def _thesis(text: str, args: InstructionArguments) -> bool:
 
 
 def _sub_bullets(text: str, args: InstructionArguments) -> bool:
+    """Each point with * has a point with - below it."""
     return all("-" in bullet for bullet in text.split("*")[1:])
 
 
@@ -136,6 +142,7 @@ def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
 
 
 def _title_case(text: str, args: InstructionArguments) -> bool:
+    """No word begins with a small letter, unless the rest has both cases (iPhone)."""
     words = [word for word in tokens(text) if word[0].isalpha()]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
@@ -144,14 +151,17 @@ def _title_case(text: str, args: InstructionArguments) -> bool:
 
 
 def _output_template(text: str, args: InstructionArguments) -> bool:
+    """The text has the three headings."""
     return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
 
 
 def _no_whitespace(text: str, args: InstructionArguments) -> bool:
+    """The text has no white space."""
     return not any(map(str.isspace, text))
 
 
 def _multiples(text: str, args: InstructionArguments) -> bool:
+    """The numbers of the text are the multiples of 7 from 14 to 49."""
     return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
@@ -180,37 +190,45 @@ def _reverse_newline(text: str, args: InstructionArguments) -> bool:
 
 
 def _ascii(text: str) -> str:
+    """The text without accents, and without letters that are not ASCII."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
 def _word_reverse(text: str, args: InstructionArguments) -> bool:
+    """The words of the text, from the last to the first, are one sentence about the bald eagle."""
     backwards = " ".join(reversed(words_of(text)))
     return "bald eagle" in backwards and backwards in sentences(backwards)
 
 
 def _character_reverse(text: str, args: InstructionArguments) -> bool:
+    """The text has "bald eagle", spelt from its last letter to its first."""
     return "elgae dlab" in text.lower()
 
 
 def _sentence_alphabet(text: str, args: InstructionArguments) -> bool:
+    """There are 26 sentences, which begin with the letters of the alphabet in their order."""
     firsts = [s.lstrip(string.punctuation + string.whitespace)[:1] for s in sentences(text)]
     return "".join(firsts).lower() == string.ascii_lowercase and len(firsts) == 26
 
 
 def _european_capitals(text: str, args: InstructionArguments) -> bool:
+    """The text lists the capitals in _CAPITALS, from north to south, with commas."""
     return [city.strip() for city in _ascii(text).split(",") if city.strip()] == _CAPITALS
 
 
 def _repeat_change(text: str, args: InstructionArguments) -> bool:
+    """The text is the prompt with another first word."""
     wanted = args.text("prompt_to_repeat")
     return text != wanted and text.split()[1:] == wanted.split()[1:]
 
 
 def _repeat_simple(text: str, args: InstructionArguments) -> bool:
+    """The text is the sentence in _REPEATED."""
     return text.strip().lower() == _REPEATED
 
 
 def _repeat_span(text: str, args: InstructionArguments) -> bool:
+    """The text is words n_start to n_end of the prompt, counted from 0."""
     words = args.text("prompt_to_repeat").split()
     span = " ".join(words[args.number("n_start") : args.number("n_end") + 1])
     return text.strip().lower() == span.lower()

@@ -26,6 +26,7 @@ def _cells(text: str, delimiter: str = ",") -> list[list[str]]:
 
 
 def _csv_city(text: str, args: InstructionArguments) -> bool:
+    """A table of this header and 7 rows of 5 cells."""
     rows = _cells(text)
     header = ["ID", "Country", "City", "Year", "Count"]
     return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
@@ -38,7 +39,10 @@ def _has_header(text: str, names: Sequence[str], between: str) -> bool:
 
 
 def _csv_special_character(text: str, args: InstructionArguments) -> bool:
+    """A table of this header and 14 rows of 5 cells, one of which has a special character and is in
+    quotes."""
     names = ("ProductID", "Category", "Brand", "Price", "Stock")
+    # Tripled quotes stay in the cells that the reader returns.
     rows = _cells(text.replace('"', '"""'))
     if not _has_header(text, names, r",[ \t]*") or len(rows) != 15:
         return False
@@ -51,6 +55,7 @@ def _csv_special_character(text: str, args: InstructionArguments) -> bool:
 
 
 def _csv_quotes(text: str, args: InstructionArguments) -> bool:
+    """A table of this header and 3 rows of 5 cells, with tabs between cells and all in quotes."""
     names = ("StudentID", "Subject", "Grade", "Semester", "Score")
     rows = _cells(text.replace('"', '"""'), "\t")
     if not _has_header(text, names, "\t *") or len(rows) != 4:

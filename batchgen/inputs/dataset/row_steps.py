@@ -1,5 +1,9 @@
-"""Adds columns to the rows of a source, with those steps of `rows` that keep every row.
-`SteppedSource` is the entry point."""
+"""Adds columns to the rows of a source. `SteppedSource` is the entry point.
+
+A job's configuration lists row steps under `rows`. Steps that keep every row (for example, a step
+that shuffles the choices of a question) are applied here; steps that drop or multiply rows are
+applied by `IndexedSource`.
+"""
 
 from __future__ import annotations
 

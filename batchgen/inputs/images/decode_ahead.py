@@ -25,10 +25,10 @@ class DecodeAhead:
 
     def __init__(self, threads: int, limit: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "images")
-        self._most = limit
+        self._limit = limit
         self._lock = threading.RLock()  # reentrant: dropping an image needs it, too
         self._waiting: deque[weakref.ref[AheadPixels]] = deque()
-        self._begun = 0
+        self._begun = 0  # images whose decoding has started and that are not yet taken
 
     def add(self, decode: Decode) -> AheadPixels:
         """Queue an image. Returns a callable for its pixels."""
@@ -46,12 +46,13 @@ class DecodeAhead:
 
     def _fill(self) -> None:
         """Start to decode queued images while there is room. The caller holds the lock."""
-        while self._begun < self._most and self._waiting:
+        while self._begun < self._limit and self._waiting:
             pixels = self._waiting.popleft()()
             if pixels is None or pixels.taken:
                 continue
             self._begun += 1
             pixels.future = self._pool.submit(pixels.decode)
+            # Runs `_give_back` once: when `take` calls it, or when the image is garbage collected.
             pixels.place = weakref.finalize(pixels, self._give_back)
             pixels.place.atexit = False
 

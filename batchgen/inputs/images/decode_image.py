@@ -24,8 +24,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read. Pillow's other formats are rare, or start programs (EPS)."""
 MOST_PIXELS = 100_000_000
 """The maximum number of pixels of a file, because a header may claim any number."""
-_BAND_PIXELS = 1 << 20  # that are converted to RGB at a time
-_BYTES_PER_PIXEL = 16  # of WebP: two canvases, a copy and the image; others take less
+_BAND_PIXELS = 1 << 20
+"""The number of pixels that are converted to RGB at a time."""
+_BYTES_PER_PIXEL = 16
+"""The peak memory for decoding WebP, at 4 bytes for a pixel of each of its two canvases, a copy and
+the image; other formats take less."""
 _ORIENTATION = 0x0112
 """The EXIF tag with the orientation of the camera."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -62,7 +65,8 @@ def image_size(data: bytes | BinaryIO) -> tuple[int, int]:
     """
     with _opened(data) as image:
         width, height = image.size
-        return (width, height) if _turn(image) >= 5 else (height, width)
+        sides_swapped = _turn(image) >= 5  # EXIF orientations 5 to 8 turn the image by 90°
+        return (width, height) if sides_swapped else (height, width)
 
 
 def decoding_bytes(height: int, width: int) -> int:
@@ -106,9 +110,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # warnings of Pillow about images that it reads all the same
+            warnings.simplefilter("ignore")  # Pillow warns about images that it can read
             file = io.BytesIO(data) if isinstance(data, bytes) else data
             with pillow.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:

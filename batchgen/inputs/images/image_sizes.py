@@ -1,5 +1,10 @@
-"""Computes the size to which a model resizes an image, from the image's size alone. `image_sizes`
-reads the limits from the model's processor configuration."""
+"""Computes the size to which a model resizes an image, from the image's size alone.
+
+`image_sizes` reads the limits from the model's processor configuration (preprocessor_config.json)
+and returns an `ImageSizes`, which `RowImages` uses. A model cuts a resized image into squares and
+makes one token of each. With squares of 32 pixels, an image of 1000×700 pixels becomes 992×704
+pixels and takes 31 × 22 = 682 tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +25,15 @@ from batchgen.util.fingerprint import fingerprint_text
 DEFAULT_TOKENS = 1280
 """The most tokens of an image if `prompt.max_pixels` is not set."""
 MOST_RATIO = 200
+"""How many times longer than the other one a side may be, as in Qwen's processor."""
 _MOST_SIDE = 1 << 16
+"""Pixels; limits of the area in a model's files may be up to its square."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
 """Increased when a new version of batchgen makes different pixels from the same file."""
-_BILINEAR, _BICUBIC = 2, 3
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which `resample` in processor files has
 _BUDGETS = (70, 140, 280, 560, 1120)
-"""How many tokens Gemma 4's processor may give an image at most."""
+"""The values of max_soft_tokens (the most tokens of an image) that Gemma 4's processor allows."""
 _EXPECTED: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
@@ -52,7 +59,7 @@ class ImageSizes(ABC):
 
     @abstractmethod
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which an image is resized.
+        """Return the height and width to which an image is resized, from its own.
 
         Raises:
             RequestError: the model cannot read an image of this size (`bad_image_size`).
@@ -100,15 +107,15 @@ class AreaSizes(ImageSizes):
                 f"the image has {width}×{height} pixels: each side must have at least 1, and at "
                 f"most {MOST_RATIO} times as many as the other: crop the image",
             )
-        side, scale = self.side, height * width
+        side, area = self.side, height * width
         rows, columns = (round(length / side) * side for length in (height, width))
         if rows * columns > self.max_pixels:
-            beta = math.sqrt(scale / self.max_pixels)
+            beta = math.sqrt(area / self.max_pixels)
             rows, columns = (
                 max(side, math.floor(length / beta / side) * side) for length in (height, width)
             )
         elif rows * columns < self.min_pixels:
-            beta = math.sqrt(self.min_pixels / scale)
+            beta = math.sqrt(self.min_pixels / area)
             rows, columns = (math.ceil(length * beta / side) * side for length in (height, width))
         return rows, columns
 
@@ -119,16 +126,16 @@ class AreaSizes(ImageSizes):
 
 @dataclass(frozen=True, slots=True)
 class BudgetSizes(ImageSizes):
-    """The largest sizes of about the same ratio that `max_pixels` have room for (Gemma 4). Small
-    images are scaled up to it. One that is too long for its ratio has one row or column of tokens.
-    """
+    """The largest sizes of about the same ratio within `max_pixels` (Gemma 4). Small images are
+    scaled up to them. An image so long that less than one row or column of tokens would be left
+    gets one."""
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """See `ImageSizes.size`: no side may be zero."""
         _refuse_empty(height, width)
         side, factor = self.side, math.sqrt(self.max_pixels / (height * width))
         rows, columns = (math.floor(factor * length / side) for length in (height, width))
-        longest = self.max_pixels // side**2
+        longest = self.max_pixels // side**2  # the most tokens in one row or column
         if not rows:
             rows, columns = 1, min(width // height, longest)
         elif not columns:
@@ -168,7 +175,10 @@ def _refuse_empty(height: int, width: int) -> None:
 
 
 def image_sizes(folder: Path, vision: VisionConfig, max_pixels: int | None) -> ImageSizes:
-    """The limits that the processor in a model's folder has.
+    """Return the rule of resizing that the processor in a model's folder describes.
+
+    Args:
+        max_pixels: the configured `prompt.max_pixels`; None if it is not set.
 
     Raises:
         ConfigError: the folder has no description of its processor, or one of a processor that does
@@ -206,7 +216,7 @@ def _area_sizes(
             f"pixels: give {side**2} or more"
         )
     limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return AreaSizes(side, limit, largest, min(smallest, limit))
+    return AreaSizes(side, max_pixels=limit, most_of_model=largest, min_pixels=min(smallest, limit))
 
 
 def _budget_sizes(
@@ -230,12 +240,16 @@ def _budget_sizes(
                 f"{_BUDGETS[0]} tokens: give {_BUDGETS[0] * area} or more"
             )
         budget = fitting[-1]
+    # In the worst case all tokens are in one row, which has merge_size patches for each, and each
+    # patch needs its own row in the table of position embeddings.
     if budget * vision.merge_size > vision.table_size:
         raise ConfigError(
             f"model.path: config.json says position_embedding_size={vision.table_size}, and an "
             f"image of {budget} tokens may have {budget * vision.merge_size} patches in a row"
         )
-    return BudgetSizes(vision.rules.pixels_per_token, budget * area, budget * area)
+    return BudgetSizes(
+        vision.rules.pixels_per_token, max_pixels=budget * area, most_of_model=budget * area
+    )
 
 
 def _fixed_sizes(
@@ -255,7 +269,7 @@ def _fixed_sizes(
         raise ConfigError(
             f"prompt.max_pixels: all images have {side}×{side} pixels in this model: leave it out"
         )
-    return FixedSizes(vision.rules.pixels_per_token, side**2, side**2)
+    return FixedSizes(vision.rules.pixels_per_token, max_pixels=side**2, most_of_model=side**2)
 
 
 def _colours(vision: VisionConfig) -> dict[str, Any]:
@@ -277,10 +291,10 @@ def _check_patches(
 ) -> None:
     """Refuse a processor whose tokens are of another size than the model's."""
     side = vision.rules.pixels_per_token
-    parts = (processor.get("patch_size"), processor.get(merge_key, 0))
-    if parts[0] is not None and math.prod(parts) != side:
+    patch, merge = processor.get("patch_size"), processor.get(merge_key, 0)
+    if patch is not None and patch * merge != side:
         raise ConfigError(
-            f"model.path: {file.name} says patches of {parts[0]} pixels, {parts[1]} to a token's "
+            f"model.path: {file.name} says patches of {patch} pixels, {merge} to a token's "
             f"side, and config.json says tokens of {side} pixels: they must agree"
         )
 
@@ -291,7 +305,7 @@ def has_processor(folder: Path) -> bool:
 
 
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that describes the model's processor, and its keys about images."""
+    """Return the file that describes the model's processor, and its keys about images."""
     for name in _FILES:
         file = folder / name
         if not file.is_file():

@@ -1,5 +1,9 @@
 """Finds the images of a row, which are inside the row or in files of one folder. `sources_of`
-recognises them, and `ImageFolder` reads files."""
+recognises them in a value of the row, and `ImageFolder` reads files.
+
+`"cats/1.png"` → `ImageSource(data=None, path="cats/1.png")`;
+`"data:image/png;base64,iVBORw=="` → `ImageSource(data=b"\x89PNG", path=None)`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ MOST_BYTES = 256 << 20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 """The scheme of a URL, and the slashes after it."""
 _NOT_IN_PNG = ("CMYK", "YCbCr", "LAB", "HSV", "RGBa", "La", "RGBX", "PA")
+"""Modes of Pillow that a PNG file cannot hold."""
 _DATA = re.compile(r"data:([\w/+.-]*)(?:;[\w=-]+)*;base64,", re.IGNORECASE)
 """The beginning of a base64 data: URL."""
 
@@ -40,13 +45,14 @@ class ImageSource:
 
 
 def sources_of(value: Any) -> list[ImageSource]:
-    """The images in a value: null means none, and a list means several.
+    """Return the images in a value: null means none, and a list means several.
 
     A value is bytes, a text, an image of Pillow, or a mapping with `bytes` and `path` as datasets
     has it. A text is a data: URL, a file: URL or a path.
 
     Raises:
-        RequestError: bad_image, or image_url for an address on the network.
+        RequestError: the value is not an image (`bad_image`), or is an address on the network
+            (`image_url`).
     """
     if value is None:
         return []
@@ -98,6 +104,7 @@ def _of_text(text: str) -> ImageSource:
         if parts.netloc not in ("", "localhost"):
             raise RequestError("image_url", f"{_short(text)}: the file is on another machine")
         return ImageSource(None, unquote(parts.path))
+    # A colon without slashes, as in "C:cat.png", may be part of a path.
     if scheme is not None and (scheme[2] or scheme[1].lower() == "data"):
         raise RequestError(
             "image_url",

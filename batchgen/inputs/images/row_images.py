@@ -1,5 +1,9 @@
 """Prepares the images of rows for the engine and the output: sizes, token counts, digests and
-decoding. `RowImages` is the entry point, which prompts use."""
+decoding. `RowImages` is the entry point, which prompts use.
+
+A chat template writes one *mark* (a special token) for each image into the prompt. `marked` and
+`expanded` turn each mark into as many image tokens as the image takes in the model.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILE_DIGEST_BYTES = 16
+"""The length of the digest of an image's file, which output rows and thumbnails contain."""
 MOST_IMAGES = 32
 """The most images of a row if `prompt.max_images` is not set."""
 _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
@@ -70,11 +75,15 @@ class RowImages:
     """Makes images for the engine from those that rows name.
 
     Args:
-        rules: how prompts hold images.
+        folder: reads the files that rows name.
+        sizes: the sizes to which the model resizes images.
+        rules: the tokens around and for an image in prompts.
         limit: the most images of a row.
 
     Attributes:
         thumbnails: small pictures of the images that were decoded.
+        image_token_id: the token that is repeated in a prompt as often as an image has tokens.
+        fingerprint: a digest of everything besides an image's file that decides its pixels.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class RowImages:
         rules: ImageRules,
         limit: int = MOST_IMAGES,
     ) -> None:
-        self._folder, self._sizes, self._most = folder, sizes, limit
+        self._folder, self._sizes, self._limit = folder, sizes, limit
         self.thumbnails = Thumbnails()
         self.image_token_id = rules.image_token_id
         self._rules = rules
@@ -92,7 +101,7 @@ class RowImages:
         threads = min(8, usable_cores())
         self._memory = DecodeMemory()
         self._ahead = DecodeAhead(threads, max(16, 2 * threads))
-        self._told = False
+        self._user_informed = False
 
     def tokens(self, sources: Sequence[ImageSource]) -> list[int]:
         """Return how many tokens each image takes, reading only the headers of the files.
@@ -102,7 +111,8 @@ class RowImages:
         """
         self._check_count(sources)
         return [
-            self._sizes.tokens(*self._sizes.size(*self._own_size(source))) for source in sources
+            self._sizes.tokens(*self._sizes.size(*self._original_size(source)))
+            for source in sources
         ]
 
     def load(self, sources: Sequence[ImageSource]) -> list[RowImage]:
@@ -126,8 +136,8 @@ class RowImages:
         return self._rules.image_token_id if mark is None else mark
 
     def marked(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Replace each image mark of the chat template in a prompt by the start, image and end
-        tokens."""
+        """Replace each image mark of the chat template in a prompt by the texts of the start, image
+        and end tokens, if the model has a token of its own as mark."""
         rules = self._rules
         if rules.mark_id is None:
             return text
@@ -161,14 +171,14 @@ class RowImages:
         self._ahead.close()
 
     def _check_count(self, sources: Sequence[ImageSource]) -> None:
-        if len(sources) > self._most:
+        if len(sources) > self._limit:
             raise RequestError(
                 "too_many_images",
-                f"the row has {len(sources)} images, and at most {self._most} are read: raise "
+                f"the row has {len(sources)} images, and at most {self._limit} are read: raise "
                 "prompt.max_images",
             )
 
-    def _own_size(self, source: ImageSource) -> tuple[int, int]:
+    def _original_size(self, source: ImageSource) -> tuple[int, int]:
         """Return the original height and width of an image."""
         if source.data is not None:
             return image_size(source.data)
@@ -183,6 +193,7 @@ class RowImages:
             ) from None
 
     def _load(self, source: ImageSource) -> RowImage:
+        """Read an image's file for its size and digests, and queue it for decoding."""
         data = source.data
         if data is None:
             assert source.path is not None
@@ -190,7 +201,7 @@ class RowImages:
         size = image_size(io.BytesIO(data))
         self._tell(*size)
         height, width = self._sizes.size(*size)
-        key = blake2b(data, digest_size=DIGEST_BYTES)
+        key = blake2b(data, digest_size=DIGEST_BYTES)  # equal for equal pixels, for caches
         key.update(f"{self.fingerprint} {height} {width}".encode())
         file_digest = _digest(data)
         read = self._reader(source, file_digest)
@@ -225,10 +236,11 @@ class RowImages:
             return pixels
 
     def _tell(self, height: int, width: int) -> None:
-        """Tell the user once that images are scaled down."""
-        if self._told or not self._sizes.scales_down(height, width):
+        """Tell the user once that images are scaled down, at the first one, which has this original
+        size."""
+        if self._user_informed or not self._sizes.scales_down(height, width):
             return
-        self._told = True
+        self._user_informed = True
         limit = self._sizes.max_pixels
         print(
             f"batchgen: an image of {width}×{height} pixels is scaled down to at most {limit:,} "
@@ -241,7 +253,7 @@ class RowImages:
 
 
 def file_names(sources: Sequence[ImageSource]) -> list[str]:
-    """The names of the files among the images of a row."""
+    """Return the names of the files among the images of a row."""
     return [each.path for each in sources if each.data is None and each.path is not None]
 
 
@@ -250,8 +262,9 @@ def _digest(data: bytes) -> str:
 
 
 def without_pixels(value: Any) -> Any:
-    """A value in which each data: URL of an image, at any depth and within any text, has its digest
-    instead of its bytes, so that no pixels are written to the output."""
+    """Return the value, with the digest in place of the bytes of each data: URL of an image, at any
+    depth and within any text, so that no pixels are written to the output:
+    `data:image/png;base64,iVBO…` → `data:image/png;blake2b=91f0…`."""
     if isinstance(value, str):
         return _DATA_URL.sub(_short_url, value) if "data:image" in value else value
     if isinstance(value, Mapping):

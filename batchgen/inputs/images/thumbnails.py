@@ -1,8 +1,8 @@
 """Small pictures (thumbnails) of a job's images, which its pages show. The rows of a job have only
 the digests of their images.
 
-Each worker writes a file in the folder THUMBNAILS of the job: an object that maps the digests of
-images to thumbnails, which are JPEG files in base64.
+Each worker writes a file in the folder THUMBNAILS of the job, such as 00000.json. It is an object
+that maps the digests of images' files to JPEG files in base64: `{"91f0…": "/9j/4AAQ…"}`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _MOST_EACH = 16 << 10
 _JPEG = re.compile(r"/9j/[A-Za-z0-9+/]*={0,2}", re.ASCII)
 """Base64 of a file that begins as a JPEG file does."""
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+"""The digest of an image's file (`RowImage.file_digest`)."""
 
 
 class Thumbnails:
@@ -38,7 +39,7 @@ class Thumbnails:
 
     def __init__(self) -> None:
         self._pictures: dict[str, str] = {}  # base64 by digest
-        self._size = 0
+        self._size = 0  # bytes of all pictures together
         self._is_new = False
         self._lock = threading.Lock()
 
@@ -68,6 +69,7 @@ class Thumbnails:
         storage.write(path, text)
 
     def _keep(self, digest: str, text: str) -> None:
+        """Store a picture (base64), unless it is too large or there is one with this digest."""
         with self._lock:
             if digest not in self._pictures and len(text) <= _MOST_EACH:
                 self._pictures[digest] = text

@@ -45,10 +45,10 @@ def check_tokenizer(name: str, folder: Path, model: OpenedModel) -> None:
     """
     if model.tokenizer is None:
         return
-    whole = _read(folder / _VOCABULARY)
-    if whole is not None:
-        if other := sorted(_vocabulary(whole).items() - model.tokenizer.get_vocab().items()):
-            first, _ = other[0]
+    content = _read(folder / _VOCABULARY)
+    if content is not None:
+        if differing := sorted(_vocabulary(content).items() - model.tokenizer.get_vocab().items()):
+            first, _ = differing[0]
             raise ValueError(
                 f"adapter {name}: {folder}/{_VOCABULARY} has another vocabulary than the model "
                 f"(token {first!r}): merge the adapter into the model, and give the result "
@@ -78,8 +78,9 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
             f"lora_template is adapter, but {folder} of adapter {name} has none of "
             f"{', '.join(TOKENIZER)}: leave it at base"
         )
-    for file in files[:-1] if files[-1].name == _TEMPLATE else files:
-        _read(file)  # refuses a file that is too large, or holds no JSON object
+    for file in files:
+        if file.name != _TEMPLATE:
+            _read(file)  # raises if the file is too large, or holds no JSON object
     tokenizer = _tokenizer(folder, model)
     if tokenizer is None:
         raise ValueError(

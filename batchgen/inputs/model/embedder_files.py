@@ -2,7 +2,11 @@
 
 Such a checkpoint lists modules in modules.json: the Transformer, then Pooling, which makes one
 vector of the hidden states of all tokens, then perhaps Normalize, which scales it to length 1. The
-way of pooling is in the folder of the module Pooling.
+way of pooling is in the folder of the module Pooling::
+
+    modules.json           [{"type": "sentence_transformers.models.Transformer", "path": ""},
+                            {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    1_Pooling/config.json  {"pooling_mode": "mean"}
 """
 
 from __future__ import annotations
@@ -85,6 +89,7 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
     values = read_json(file)
     modes = values.get("pooling_mode")
     if modes is None:
+        # "mean" is the default of sentence-transformers.
         modes = [mode for flag, mode in _FLAGS.items() if values.get(flag)] or ["mean"]
     names = modes if isinstance(modes, list) else [modes]
     pooling = _POOLINGS.get(str(names[0])) if len(names) == 1 else None

@@ -1,5 +1,10 @@
 """Makes an engine from opened models, in this process or in the processes of several ranks. `LLM`
-and jobs use `EngineRecipe`."""
+and jobs use `EngineRecipe`.
+
+The main path: `EngineRecipe(...).start()` checks the recipe, starts the other ranks and returns
+`Ranks`, and `Ranks.build()` loads the weights and returns them with the engine. The job's model is
+the *target*; a strategy may run other models with it, such as a draft model.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,8 @@ class EngineRecipe:
     Attributes:
         others: the strategy's other models that have checkpoints of their own, by name.
         strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
-        context_columns: the names of the columns of context scope that rows may ask for.
+        context_columns: the names of the output columns that also have values for the tokens of the
+            prompt, and that rows may ask for.
         threads: the threads of torch on a CPU; None means as many as the process may run at once.
     """
 
@@ -62,7 +68,8 @@ class EngineRecipe:
     threads: int | None = None
 
     def _check_canvases(self) -> None:
-        """Raise ValueError for options that a model that denoises canvases does not support."""
+        """Raise ValueError for options that a diffusion model does not support that denoises its
+        answer in canvases (blocks of `ModelConfig.canvas_length` tokens)."""
         name = self.model.config.architecture
         if self.config.tensor_parallel > 1:
             raise ValueError(
@@ -77,8 +84,8 @@ class EngineRecipe:
     def check(self) -> None:
         """Check, before weights load, that the options suit the device and the models, and that the
         weights can be divided between the ranks. Raises ValueError."""
-        size, kind = self.config.tensor_parallel, device_of(self.device).type
-        if kind == "cuda" and torch.cuda.device_count() < size:
+        size, device_type = self.config.tensor_parallel, device_of(self.device).type
+        if device_type == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs: "
                 "lower it, or make more GPUs visible"
@@ -98,25 +105,28 @@ class EngineRecipe:
             )
         dtype = self.model.dtype(self.dtype, self.device)
         units = units_of(device_of(self.device), dtype)
-        if kind == "cuda" and (lack := self.model.kv_cache_lack(units)) is not None:
+        if device_type == "cuda" and (lack := self.model.kv_cache_lack(units)) is not None:
             raise ValueError(lack)
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
                 dtype,
                 size,
-                reaching=kind != "cuda" or reach_each_other(size),
+                reaching=device_type != "cuda" or reach_each_other(size),
                 rejection=self.strategy.depends_on_drafts,
             )
         if size == 1:
             return
         heads = strategy_heads(self.strategy, self.model)
         for opened in (self.model, *self.others.values()):
-            units = Units(fp8=True, four_bits=True)  # formats say where weights can be cut
+            # Making the model raises ValueError if its weights cannot be divided. Packed formats
+            # say where they can be cut, so the check takes all formats as supported.
+            units = Units(fp8=True, four_bits=True)
             bare(opened, torch.float32, heads if opened is self.model else [], size, units=units)
 
     def contract(self) -> dict[str, str]:
-        """Return what decides the bits of rows besides the models."""
+        """Return what decides the bits of rows besides the models, as facts by name, such as
+        `{"torch": "2.9.0", "dtype": "bfloat16"}`."""
         dtype = self.model.dtype(self.dtype, self.device)
         return contract(device_of(self.device), dtype, self.config.tensor_parallel)
 
@@ -131,13 +141,13 @@ class EngineRecipe:
         size = self.config.tensor_parallel
         if size == 1:
             return Ranks(self, None)
-        kind, recipe = device_of(self.device).type, self
-        if kind == "cpu":
+        device_type, recipe = device_of(self.device).type, self
+        if device_type == "cpu":
             limit_threads()
             threads = max(1, torch.get_num_threads() // size)
             recipe = replace(self, threads=threads)
             torch.set_num_threads(threads)
-        return Ranks(recipe, RankProcesses(size, recipe, kind))
+        return Ranks(recipe, RankProcesses(size, recipe, device_type))
 
     def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
         """Load the target's weights, or this rank's share. Raises ValueError if a tensor is missing
@@ -199,7 +209,7 @@ class Ranks:
     """The processes between which an engine is divided, if there are several.
 
     Attributes:
-        recipe: the engine of each of them.
+        recipe: the recipe of each rank's engine.
         parallel: the ranks as this process sees them.
         leader: the connection of this process's engine to the others; None if it is alone.
     """
@@ -240,12 +250,15 @@ def bare(
     """Make a model whose parameters have shapes and no values, as rank 0 would have it.
 
     Args:
-        units: from which formats the device computes.
-        device: where the parameters are, or where they say that they are within `Undone`.
+        heads: the heads of the checkpoint that the model has.
+        tensor_parallel: the number of ranks.
+        units: the formats of weights from which the device computes.
+        device: `meta`; or, inside the context `kernel_warmup.Undone`, the device that the
+            parameters report although they have no memory there.
     """
-    kind = model_class(opened.config.architecture, opened.path)
+    cls = model_class(opened.config.architecture, opened.path)
     parallel = TensorParallel(0, tensor_parallel)
-    return kind(
+    return cls(
         opened.config,
         device=device,
         dtype=dtype,

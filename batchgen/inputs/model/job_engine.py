@@ -1,5 +1,5 @@
-"""The interface of the engine that jobs use: `LLMEngine`, or a port of an engine that jobs
-share."""
+"""`Engine`, the interface of the engine that jobs use. `LLMEngine` implements it, and so does a
+job's port to an engine that several jobs share (`jobs/run/shared_engine.py`)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ class Engine(Protocol):
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
-        """Queue a request, whose answer is scored if there is one, and whose prompt has `images`.
-        Returns whether it goes on from what was `begun`.
+        """Queue a request.
+
+        Args:
+            answer: the answer to score; None lets the request generate one.
+            images: the images of the prompt.
+            begun: what another engine generated for this request, to continue from.
+
+        Returns:
+            Whether it continues from `begun`; if not, it starts from the prompt.
 
         Raises:
             RequestError: it can never be served.
@@ -61,12 +68,13 @@ class Engine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """How many requests run; the others wait for their turn."""
+        """The number of requests that run; the others wait for their turn."""
         ...
 
     @property
     def running_lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens each of the requests that run has generated so far."""
+        """The number of tokens that each running request has generated so far,
+        [num_running]."""
         ...
 
     @property
@@ -94,8 +102,8 @@ class Engine(Protocol):
         ...
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
-        """Return device seconds by request, each request once: finished requests, and with `wait`
-        all."""
+        """Return (request id, device seconds) of the requests that have finished since the last
+        call; with `wait`, of all requests. Each request is returned once."""
         ...
 
     def close(self) -> None:

@@ -15,24 +15,24 @@ class KeptWeights:
     held: they are freed with the engine of each job."""
 
     def __init__(self) -> None:
-        self._made_of: object = None
+        self._recipe: object = None
         self._model: CausalLM | None = None
 
-    def load(self, made_of: object, load: Callable[[], CausalLM]) -> CausalLM:
+    def load(self, recipe: object, load: Callable[[], CausalLM]) -> CausalLM:
         """Return the held model if it was made from an equal recipe; otherwise free it and load a
         new one.
 
         Args:
-            made_of: the recipe of the model: all that decides its weights.
+            recipe: all that decides the weights of the model.
             load: loads the model of this recipe.
         """
         # The engine of the last job is a cycle of references, which only this frees.
         gc.collect()
-        if self._model is None or self._made_of != made_of:
-            self._model = None
-            self._model, self._made_of = load(), made_of
+        if self._model is None or self._recipe != recipe:
+            self._model = None  # frees the old weights before the new ones need the memory
+            self._model, self._recipe = load(), recipe
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle nothing: a process that a launcher starts loads its own weights."""
-        return {"_made_of": None, "_model": None}
+        return {"_recipe": None, "_model": None}

@@ -1,4 +1,5 @@
-"""Finds the LoRA adapters of a job and checks that they fit its model, before any weights load."""
+"""Finds the LoRA adapters of a job and checks that they fit its model, before any weights load.
+`with_adapters` is the entry point."""
 
 from __future__ import annotations
 

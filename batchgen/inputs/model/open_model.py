@@ -1,4 +1,8 @@
-"""Opens a model in two steps: first everything that is cheap to check, then weights and engine."""
+"""Opens a model in two steps: first everything that is cheap to check, then weights and engine.
+
+`open_model` finds the model and returns an `OpenedModel`, whose method `load` loads the weights and
+whose method `engine` makes an engine of them.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +72,9 @@ class OpenedModel:
     adapter_template: bool = False
 
     def with_hidden_layers(self, indices: Sequence[int]) -> OpenedModel:
-        """The model that records the hidden states behind these layers, of which negative ones
-        count from the last. Raises ValueError for one that it lacks or that is named twice."""
+        """Return the model that records the hidden states after these layers: 0 is the embedding, n
+        the n-th layer, and negative numbers count from the last layer, -1. Raises ValueError for a
+        layer that the model lacks or that is named twice."""
         last = self.config.num_layers
         layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
         pairs = zip(indices, layers, strict=True)
@@ -84,8 +89,8 @@ class OpenedModel:
         return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """The dtype of weights and activations on a device. Raises ValueError if the machine lacks
-        the device.
+        """Return the dtype of weights and activations on a device. Raises ValueError if the machine
+        lacks the device.
 
         `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
         a row's tokens exactly independent of the batch.
@@ -98,14 +103,15 @@ class OpenedModel:
         return dtype
 
     def form(self, units: Units) -> WeightFormat | None:
-        """The format of the layers' weights on a device that computes from these formats; None if
-        it is the model's dtype."""
+        """Return the format of the layers' weights on a device that computes from these formats;
+        None if it is the model's dtype."""
         return chosen_form(self.config, self.quantization, units)
 
     def weights_text(self, dtype: torch.dtype, device: DeviceName) -> str | None:
-        """A text with the format of the weights on a device, if that is not the model's dtype, and
-        with the formats of activations or caches that the checkpoint expects and the device does
-        not use."""
+        """Return a text with the format of the weights on a device, and with the formats of
+        activations or caches that the checkpoint expects and the engine does not use, such as
+        "dequantised NVFP4; activations: bfloat16 instead of FP8". None if the weights have the
+        model's dtype."""
         form, packed = self.form(units_of(device_of(device), dtype)), self.config.form
         instead = self._unused_text(packed, dtype) if isinstance(packed, PackedFormat) else ""
         if form is None:
@@ -115,18 +121,20 @@ class OpenedModel:
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
     def _unused_text(self, packed: PackedFormat, dtype: torch.dtype) -> str:
-        """The formats of activations or caches that a checkpoint expects and the engine does not
-        use, each after a semicolon."""
+        """Return the formats of activations or caches that a checkpoint expects and the engine does
+        not use, each after a semicolon."""
         name = str(dtype).removeprefix("torch.")
-        kept = "FP8" if self.config.kv_cache_dtype == "fp8" else name
-        kinds = (("activations", name, packed.activations), ("KV cache", kept, packed.kv_cache))
+        cache = "FP8" if self.config.kv_cache_dtype == "fp8" else name
+        formats = (("activations", name, packed.activations), ("KV cache", cache, packed.kv_cache))
         return "".join(
-            f"; {kind}: {ours} instead of {of}" for kind, ours, of in kinds if of != ours and of
+            f"; {what}: {used} instead of {expected}"
+            for what, used, expected in formats
+            if expected and expected != used
         )
 
     def kv_cache_lack(self, units: Units) -> str | None:
-        """Why a GPU cannot keep keys and values as the user asked, in words for the user; None if
-        it can. `units` say from which formats it computes."""
+        """Return why a GPU cannot keep keys and values in the configured format, as an error
+        message; None if it can. `units` are the formats from which it computes."""
         if self.config.kv_cache_dtype == "auto" or units.fp8:
             return None
         return (
@@ -143,8 +151,13 @@ class OpenedModel:
         return sum(file.stat().st_size for file in files)
 
     def adapter_bytes(self, weights: CausalLM, slots: int | None, *, on_cpu: bool) -> int:
-        """The bytes of the adapters on a device, in this many slots, beside the weights of a model
-        without values."""
+        """Return the bytes that the adapters take on a device.
+
+        Args:
+            weights: the model's modules, whose parameters need no values.
+            slots: the number of adapters that a GPU holds at a time (`EngineConfig.lora_slots`).
+            on_cpu: whether the device is a CPU, which holds all adapters as they are.
+        """
         adapters = list(self.adapters.values())
         if self.folds or not adapters:
             return 0
@@ -186,10 +199,10 @@ class OpenedModel:
                 flush=True,
             )
         if isinstance(packed, PackedFormat):
-            kept = form is not None and self.quantization is None
+            is_packed = form is not None and self.quantization is None
             instead = f"are dequantised to {name} ({size_text(self.file_bytes)} in the files)"
             print(
-                f"model: weights in {packed.name} {'stay in 4 bits' if kept else instead}"
+                f"model: weights in {packed.name} {'stay in 4 bits' if is_packed else instead}"
                 f"{self._unused_text(packed, torch_dtype) or f'; activations: {name}'}",
                 file=sys.stderr,
                 flush=True,
@@ -322,7 +335,7 @@ def limit_threads() -> None:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """The device of this name. Raises ValueError if it is a GPU and the machine has none."""
+    """Return the device of this name. Raises ValueError if it is a GPU and the machine has none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

@@ -1,9 +1,11 @@
-"""Finds texts that are nearly equal to an earlier one, by one-permutation MinHash.
+"""Finds texts that are nearly equal to an earlier one, by one-permutation MinHash. The row step
+`Dedupe` uses `NearDuplicates`.
 
-The hashes of a text's word n-grams are divided into K bins by their upper bits, and the smallest
-hash of each bin is kept; an empty bin takes the value of another bin, which depends on the bin's
-number alone. The probability that two texts agree in a bin is their Jaccard similarity. The bins
-form 8 bands of r bins. Texts that agree in a whole band are then compared in full.
+The 64-bit hashes of a text's word n-grams are divided into K bins (ranges of equal size), and the
+smallest hash of each bin is kept: the text's *signature*, [K]. An empty bin takes the value of
+another bin, its *donor*, so that texts of a few words have K values, too. The probability that two
+texts agree in a bin is their Jaccard similarity s. The bins form 8 bands of r bins, so two texts
+agree in a whole band with probability s^r. Texts that agree in a band are then compared in full.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from batchgen.inputs.ngrams.kept_rows import HashTable, SpillFile
 from batchgen.inputs.ngrams.word_ngrams import Hashes, jaccard, mixed
 
 BANDS = 8
-FOUND = 0.95
-"""The least share of pairs with a similarity of just `near` that agree in a band."""
+RECALL = 0.95
+"""The minimum probability that two texts of the similarity `near` agree in at least one band."""
 _MOST_BINS = 128
+"""The maximum of K = BANDS · r, which limits the time for a signature."""
 _MOST_COMPARED = 64
 """The most texts with which one is compared in full. More can agree only if very many texts have
 most of their words in common."""
 _DRAWS = 64
+"""The number of donors that are tried for an empty bin; if all are empty, the first bin that is not
+empty is the donor."""
 _EMPTY = np.uint64(2**64 - 1)
+"""The smallest hash of a bin behind which there is no hash."""
 
 
 class Near(NamedTuple):
@@ -37,23 +43,32 @@ class Near(NamedTuple):
 
 
 def band_rows(near: float) -> int:
-    """The number of bins in a band with which the share FOUND of pairs with this similarity is
-    found."""
-    probability = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
+    """Return r, the largest number of bins in a band with which the share RECALL of pairs with this
+    similarity agrees in a band.
+
+    All bands of a pair differ with probability (1 - near^r)^BANDS, which may be 1 - RECALL.
+    """
     limit = _MOST_BINS // BANDS
-    return limit if near >= 1 else max(1, min(limit, int(math.log(probability) / math.log(near))))
+    if near >= 1:
+        return limit
+    band_probability = 1 - (1 - RECALL) ** (1 / BANDS)  # the least value of near^r
+    return max(1, min(limit, int(math.log(band_probability) / math.log(near))))
 
 
 class NearDuplicates:
     """The texts kept so far. Each takes about 100 bytes of memory; its n-grams are on disk, 8 bytes
-    each."""
+    each.
+
+    Args:
+        near: the minimum Jaccard similarity of near duplicates, above 0 and at most 1.
+    """
 
     def __init__(self, near: float) -> None:
         self._near, self._rows = near, band_rows(near)
         bins = BANDS * self._rows
         edges = [(index * 2**64) // bins for index in range(bins)]
-        self._edges = np.array(edges, np.uint64)
-        self._last = np.array([*edges[1:], 2**64 - 1], np.uint64)
+        self._bin_starts = np.array(edges, np.uint64)  # [K], the first hash of each bin
+        self._bin_stops = np.array([*edges[1:], 2**64 - 1], np.uint64)  # [K], behind the last one
         self._donors = _donors(bins)
         self._table, self._kept = HashTable(), SpillFile()
 
@@ -76,9 +91,10 @@ class NearDuplicates:
         keys = self.band_keys(hashes)
         candidates = sorted({row for key in keys for row in self._table.find(key)})
         for row in candidates[:_MOST_COMPARED]:
-            content = self._kept.read(row)
+            content = self._kept.read(row)  # number of hashes (4 bytes), hashes, name
             size = 8 * int.from_bytes(content[:4], "little")
-            similarity = jaccard(hashes, np.frombuffer(content, np.uint64, size // 8, 4))
+            kept_hashes = np.frombuffer(content, np.uint64, count=size // 8, offset=4)
+            similarity = jaccard(hashes, kept_hashes)
             if similarity >= self._near:
                 return Near(content[4 + size :].decode("utf-8", "surrogatepass"), similarity)
         head = len(hashes).to_bytes(4, "little") + hashes.tobytes()
@@ -88,22 +104,28 @@ class NearDuplicates:
         return None
 
     def band_keys(self, hashes: Hashes) -> list[int]:
-        """A hash of 64 bits for each band of the text."""
+        """Return a 64-bit hash for each band of the text's signature."""
         values, size = self.signature(hashes).tobytes(), 8 * self._rows
         bands = (values[band * size : (band + 1) * size] for band in range(BANDS))
         return [xxh64_intdigest(content, band) for band, content in enumerate(bands)]
 
     def signature(self, hashes: Hashes) -> Hashes:
-        """The smallest hash of each bin [K]; an empty bin has that of another bin."""
-        first = np.searchsorted(hashes, self._edges)
+        """Return the smallest hash of each bin [K]; an empty bin has that of its donor.
+
+        Args:
+            hashes: the text's n-grams, sorted and unique; at least one.
+        """
+        # [K], the index of the first hash that is not below the bin's start.
+        first = np.searchsorted(hashes, self._bin_starts)
         inside = first < len(hashes)
         smallest = np.where(inside, hashes[np.minimum(first, len(hashes) - 1)], _EMPTY)
-        filled = inside & (smallest < self._last)
+        filled = inside & (smallest < self._bin_stops)
         if filled.all():
             return smallest
         empty = np.flatnonzero(~filled)
         donors = self._donors[empty]  # [empty, draws]
         usable = filled[donors]
+        # The first usable donor of each empty bin.
         chosen = np.take_along_axis(donors, usable.argmax(1)[:, None], 1)[:, 0]
         unlucky = ~usable.any(1)
         if unlucky.any():

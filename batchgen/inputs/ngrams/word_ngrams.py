@@ -1,4 +1,8 @@
-"""Word n-grams of texts as 64-bit hashes, to find what texts have in common."""
+"""Word n-grams of texts as 64-bit hashes, to find what texts have in common. The row steps `Dedupe`
+and `Against` use this.
+
+With n = 2, "The cat sat." has two n-grams: (the, cat) and (cat, sat).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy.typing as npt
 from xxhash import xxh64_intdigest
 
 Hashes = npt.NDArray[np.uint64]
+"""[N], the hashes of N words or n-grams."""
 
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 """A word is a run of letters, digits and `_`; each sign of Chinese and Japanese is one of its own,
@@ -17,11 +22,12 @@ because these are written without spaces."""
 _ASCII_WORDS = re.compile(rb"\w+")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
+"""Odd multipliers of the SplitMix64 random generator."""
 
 
 def words(text: str) -> list[bytes]:
-    """The words of a text in lower case and in one form of Unicode (NFKC), without punctuation, as
-    UTF-8."""
+    """Return the words of a text in lower case and in one form of Unicode (NFKC), without
+    punctuation, as UTF-8."""
     if text.isascii():  # the same words in a third of the time
         return _ASCII_WORDS.findall(text.encode().lower())
     texts = _WORDS.findall(unicodedata.normalize("NFKC", text).casefold())
@@ -39,7 +45,7 @@ def ngram_hashes(text: str, n: int) -> Hashes:
 
 
 def _runs(hashes: Hashes, n: int) -> Hashes:
-    """A hash of each run of n hashes, which depends on their order."""
+    """Return a hash of each run of n hashes, which depends on their order."""
     number = len(hashes) - n + 1
     runs = np.full(number, n, np.uint64)
     for index in range(n):
@@ -54,8 +60,8 @@ def mixed(values: Hashes) -> Hashes:
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    """The Jaccard similarity of two sets (sorted, each element once): common elements over all
-    elements. Two empty sets are equal."""
+    """Return the Jaccard similarity of two sets (sorted, each element once): the number of common
+    elements over that of all elements. Two empty sets are equal."""
     if not len(a) and not len(b):
         return 1.0
     both = len(np.intersect1d(a, b, assume_unique=True))

@@ -1,5 +1,9 @@
-"""Makes the given answers of rows that are scored: from a template, from token ids, or from a
-trajectory. `build_answer` is the entry point."""
+"""Makes the answers of rows whose answers come from the data set and are scored, not generated.
+
+`build_answer` is the entry point. An answer is made from a template (`AnswerText`), from a column
+of token ids (`AnswerIds`), or from token ids and the steps in which a diffusion model unmasked them
+(`Replay`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class Answer(Protocol):
     """The interface of what makes the answers of rows."""
 
     def of(self, row: Row) -> GivenAnswer:
-        """The answer of a row, of at least one token. Raises RequestError (missing_field,
+        """Return the answer of a row, of at least one token. Raises RequestError (missing_field,
         template_error, bad_token_ids, bad_step_map, empty_answer, answer_too_long) for a row that
         has none."""
         ...
@@ -43,8 +47,17 @@ def build_answer(
     columns: Mapping[str, Any],
     room: int,
 ) -> Answer | None:
-    """Make what the configuration describes, for rows of at most `room` tokens; None if rows
-    generate their answers. Raises ConfigError if a column is missing or a template is wrong."""
+    """Return what makes the answers that the configuration describes; None if rows generate their
+    answers.
+
+    Args:
+        tokenizer: None if the model has none; then only token ids can be answers.
+        columns: the data set's columns with their features.
+        room: the most tokens of a prompt and its answer together.
+
+    Raises:
+        ConfigError: a column is missing, or a template is wrong.
+    """
     if config.answer is not None:
         return AnswerText(config.answer, tokenizer, columns, room)
     if config.answer_ids_column is None:
@@ -59,7 +72,7 @@ class AnswerText:
     """Makes the token ids of answers from a template. The tokenizer adds no special tokens.
 
     Args:
-        room: the most tokens of a row.
+        room: the most tokens of a prompt and its answer together.
 
     Raises:
         ConfigError: the template does not compile or asks for a column that the data set lacks, or
@@ -120,23 +133,29 @@ class Replay:
         """Raise ConfigError if the data set lacks the column of the steps."""
         self._ids, self.same_distribution = ids, True
         self._steps = _Steps("prompt.answer_step_map_column", column, columns)
-        self._tail = None
+        self._tail: tuple[_Steps, _Steps] | None = None
         if TAIL_IDS_COLUMN in columns and TAIL_STEP_MAP_COLUMN in columns:
-            self._tail = [_Steps("", n, columns) for n in (TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN)]
+            # Neither column can be missing, so no error needs the key of the configuration.
+            tail_ids = _Steps("", TAIL_IDS_COLUMN, columns)
+            self._tail = tail_ids, _Steps("", TAIL_STEP_MAP_COLUMN, columns)
 
     def of(self, row: Row) -> Trajectory:
-        """The trajectory that a row replays."""
+        """Return the trajectory that a row replays. Raises RequestError for a row that has none."""
         steps = self._steps.of(row)
         if steps is None:
             raise RequestError("bad_step_map", f"column {self._steps.column!r} is null")
-        tail_ids, tail_steps = [each.of(row) for each in self._tail or ()] or (None, None)
+        tail_ids = tail_steps = None
+        if self._tail is not None:
+            ids_column, steps_column = self._tail
+            tail_ids, tail_steps = ids_column.of(row), steps_column.of(row)
         if (tail_ids is None) != (tail_steps is None):
             raise RequestError("bad_step_map", "one of the columns of the tail is null")
         return Trajectory(self._ids.of(row), steps, tail_ids, tail_steps, self.same_distribution)
 
 
 class _Steps:
-    """Reads a list of integers from a column."""
+    """Reads a list of integers from a column. `key` is the key of the configuration that names the
+    column, for errors."""
 
     def __init__(self, key: str, column: str, columns: Mapping[str, Any]) -> None:
         self.column, self._path = column, named_path(key, column, columns)

@@ -1,4 +1,10 @@
-"""Makes prompts that are conversations, in the model's chat format (`prompt.kind=chat`)."""
+"""Makes prompts that are conversations, in the model's chat format (`prompt.kind=chat`).
+
+`ChatPrompt` makes the messages of a row from the configuration's templates or from a column, puts
+the row's images into them, renders the model's chat template, and tokenises the text:
+`[{"role": "user", "content": "Hi"}]` → `"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"`
+→ token ids.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +47,20 @@ class ChatPrompt:
     """Makes prompts in the model's chat format.
 
     A prompt ends where the model's answer starts, or, with `continue`, at the end of the last
-    message, which the model continues. A conversation that is only read (`is_read`) ends after the
-    assistant's last message. The tokenizer adds no special tokens, because the chat template writes
-    them.
+    message, which the model continues. The tokenizer adds no special tokens, because the chat
+    template writes them.
+
+    Args:
+        columns: the data set's columns with their features.
+        room: the maximum number of tokens of a prompt; None for no limit.
+        images: reads the images of rows; None if the model or the rows have none.
+        day: returns the date that chat templates write, if the configuration names none.
+        is_read: whether the model only reads conversations and generates nothing, so that a prompt
+            ends after an assistant's last message.
+
+    Raises:
+        ConfigError: a template does not compile or uses a column that the data set lacks, or the
+            chat template does not accept conversations of this kind.
 
     Attributes:
         day: the day that the chat template writes, YYYY-MM-DD: the configuration's, or else what
@@ -73,8 +90,10 @@ class ChatPrompt:
         if config.tools_column is not None:
             self._tools_path = named_path("prompt.tools_column", config.tools_column, columns)
             _refuse_no_tools(source)
+        # Puts images into messages; None if rows have none.
         self._places = None if images is None else ImagePlaces(images, config, columns)
         self._system = _template("prompt.system", config.system, columns)
+        # The messages that the configuration describes; empty if they come from a column.
         self._turns = self._templates(columns)
         self._try_roles()
 
@@ -83,9 +102,9 @@ class ChatPrompt:
         """Whether all rows have the same prompt, because no column is used."""
         templates = [template for _, template in self._turns]
         templates += [] if self._system is None else [self._system]
-        by_templates = bool(self._turns) and self._config.tools_column is None
-        by_templates = by_templates and self._places is None
-        return by_templates and not any(template.uses_columns for template in templates)
+        if not self._turns or self._config.tools_column is not None or self._places is not None:
+            return False
+        return not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:
         """Return the prompt of a row. Raises RequestError as `Prompt.token_ids` does."""
@@ -95,7 +114,7 @@ class ChatPrompt:
         images = self._places.images
         return images.expanded(ids, images.tokens(sources))
 
-    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+    def token_ids_and_images(self, row: Row) -> tuple[list[int], list[RowImage]]:
         """Return the prompt of a row and its images. Raises RequestError as `token_ids` does."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
@@ -110,32 +129,35 @@ class ChatPrompt:
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names. RequestError: see `token_ids`."""
-        return self._placed(row)[1]
+        """Return the sources of a row's images. Raises RequestError as `token_ids` does."""
+        _, sources = self._placed(row)
+        return sources
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
-        """Return the prompt with one token for each image, and the images."""
+        """Return the prompt with one token for each image, and the sources of the images."""
         messages, sources = self._placed(row)
         if self._turns:
             for message in messages:
                 for text in texts_of(message):
-                    self._tokens.refuse_long(text)  # before it is copied for each mark
+                    self._tokens.refuse_long(text)  # before the chat template copies it
         text = self._rendered(messages, self._tools(row))
         if self._places is not None:
             text = self._places.images.marked(text, self._tokenizer)
         return self._tokens.of(text, add_special_tokens=False), sources
 
     def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
-        """Return the conversation of a row with its images in place, and the images."""
+        """Return the conversation of a row with a part for each image, and the sources of the
+        images."""
         messages = self._messages(row)
         return (messages, []) if self._places is None else self._places.placed(row, messages)
 
     def text(self, row: Row) -> str:
-        """The prompt of a row before it becomes tokens."""
-        return self._rendered(self._placed(row)[0], self._tools(row))
+        """Return the prompt of a row before it becomes tokens."""
+        messages, _ = self._placed(row)
+        return self._rendered(messages, self._tools(row))
 
     def _templates(self, columns: Mapping[str, Any]) -> list[tuple[str, RowTemplate]]:
-        """The role and the template of each message that the configuration gives."""
+        """Return the role and the template of each message that the configuration describes."""
         config = self._config
         if config.user is not None:
             return [("user", RowTemplate("prompt.user", config.user, columns))]
@@ -154,7 +176,8 @@ class ChatPrompt:
         messages = self._forms.formed(messages, tools)
         last, inner = messages[-1].get("content"), None
         if self._config.continue_ and isinstance(last, str):
-            # Templates trim: white space around a message that goes on is put back behind them.
+            # Templates remove white space around a message. Of a message that is continued it
+            # matters, so the template gets the message without it, and it is put back below.
             inner = last.strip() or _STAND_IN
             messages = [*messages[:-1], {**messages[-1], "content": inner}]
         try:
@@ -175,7 +198,7 @@ class ChatPrompt:
         return f"{text.removesuffix(inner)}{last}"
 
     def _messages(self, row: Row) -> Messages:
-        """The conversation of a row, with the system message."""
+        """Return the conversation of a row, with the system message."""
         column = self._config.messages_column
         if self._turns:
             messages = [
@@ -204,37 +227,40 @@ class ChatPrompt:
         return messages
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
-        """The tools that a column names for the row; None if there are none."""
+        """Return the tools that a column names for the row; None if there are none."""
         column = self._config.tools_column
         if column is None:
             return None
         return checked_tools(value_at(row.fields, self._tools_path), column)
 
-    def _ends(self, messages: Messages) -> bool:
-        """Whether nothing follows a conversation, because it is only read and has its answer."""
+    def _is_complete(self, messages: Messages) -> bool:
+        """Return whether a conversation has its answer and is only read, so that no answer
+        follows."""
         return self._is_read and messages[-1]["role"] == "assistant"
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Render the chat template; raises RENDER_ERRORS if it rejects the conversation.
         `apply_chat_template` is not used, because it removes null keys from messages, which some
         templates need."""
-        goes_on = self._config.continue_
+        continues = self._config.continue_
         options = dict(self._kwargs)
         listed = None if tools is None else list(tools)
         template = self._tokenizer.get_chat_template(options.pop("chat_template", None), listed)
         with on_day(self.day):
-            rendered = chat_template_utils.render_jinja_template(
+            rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[messages],
                 tools=listed,
                 chat_template=template,
-                add_generation_prompt=not goes_on and not self._ends(messages),
-                continue_final_message=goes_on,
+                add_generation_prompt=not continues and not self._is_complete(messages),
+                continue_final_message=continues,
                 **{**self._tokenizer.special_tokens_map, **options},
             )
-        return str(rendered[0][0])  # of texts and masks
+        texts, _generation_masks = rendered
+        return str(texts[0])
 
     def _chat_template(self) -> str:
-        """The source of the chat template; of one with several parts, that of all of them."""
+        """Return the source of the chat template; of several named templates, all sources joined.
+        Raises ConfigError if there is none, or for an option that it does not have."""
         template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
         if template is None:
             raise ConfigError(
@@ -256,8 +282,8 @@ class ChatPrompt:
         return source
 
     def _try_roles(self) -> None:
-        """Raise ConfigError before the job starts if the chat template rejects such
-        conversations."""
+        """Raise ConfigError before the job starts if the chat template rejects conversations with
+        the roles of this configuration, or leaves out messages or images."""
         roles = [role for role, _ in self._turns] or ["user"]
         keys = [template.key for _, template in self._turns] or ["prompt"]
         if self._config.continue_ and not self._turns:
@@ -284,7 +310,7 @@ class ChatPrompt:
                 f"{why}"
             ) from None
         if (left_out := self._forms.left_out(messages)) is not None:
-            at = left_out[0]
+            at, _ = left_out
             raise ConfigError(
                 f"{keys[at]}: the model's chat template leaves out a message of the role "
                 f"{roles[at]} here: {ADVICE}"
@@ -292,7 +318,12 @@ class ChatPrompt:
 
 
 def _day(date: str | None, source: str, of_job: Callable[[], str]) -> str | None:
-    """Return the day that a chat template writes; None if it writes none."""
+    """Return the day that a chat template writes; None if it writes none.
+
+    Args:
+        date: the configured day; None means the one that `of_job` returns.
+        source: the source of the chat template.
+    """
     if re.search(r"\bstrftime_now\b", source):
         return of_job() if date is None else date
     if date is not None:

@@ -1,7 +1,8 @@
 """Converts the messages of a conversation into the form that a chat template accepts.
 
 `MessageForms` (message_forms.py) finds out which `MessageForm` a template accepts; `formed_message`
-converts a message into it.
+converts a message into it. With `as_objects=False`, the tool call
+`{"name": "add", "arguments": {"a": 1}}` becomes `{"name": "add", "arguments": "{\\"a\\": 1}"}`.
 """
 
 from __future__ import annotations
@@ -43,13 +44,12 @@ def without_absent(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_call(call: Mapping[str, Any], name: str, arguments: Any) -> dict[str, Any]:
-    """Return the tool call with another name and other arguments."""
-    other = {"name": name, "arguments": arguments}
-    return (
-        {**call, "function": {**call["function"], **other}}
-        if "function" in call
-        else {**call, **other}
-    )
+    """Return the tool call, `{function: {name, arguments}}` or `{name, arguments}`, with another
+    name and other arguments."""
+    changes = {"name": name, "arguments": arguments}
+    if "function" in call:
+        return {**call, "function": {**call["function"], **changes}}
+    return {**call, **changes}
 
 
 def named_tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """Assigns the images of a row to the messages of its conversation. `ChatPrompt` uses
-`ImagePlaces`."""
+`ImagePlaces`.
+
+The messages are those that `checked_messages` returns: a content is a text, or a list of parts
+`{type: text, text}` and `{type: image, source}`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.prompt_config import ChatPromptConfig
@@ -56,7 +60,7 @@ class ImagePlaces:
             RequestError: bad_images: the number of the row's images differs from the number of
                 parts for them, or no user message can take them.
         """
-        images = self.own(row)
+        images = self.row_images(row)
         free = sum(_is_free(part) for message in messages for part in _parts(message))
         if free and free != len(images):
             raise RequestError(
@@ -64,16 +68,16 @@ class ImagePlaces:
                 f"the messages have {free} images without a source, and the row has {len(images)} "
                 "of its own: their numbers must be equal",
             )
-        rest, sources = iter(images), list[ImageSource]()
+        unassigned, sources = iter(images), list[ImageSource]()
         placed = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list):
-                content = [self._part(part, rest, sources) for part in content]
+                content = [self._part(part, unassigned, sources) for part in content]
                 message = {**message, "content": content}
             elif not free and images and message["role"] == "user":
                 text = [{"type": "text", "text": content}]
-                sources += rest
+                sources += unassigned
                 message = {**message, "content": [{"type": "image"}] * len(images) + text}
                 images = []
             placed.append(message)
@@ -83,20 +87,22 @@ class ImagePlaces:
             )
         return placed, sources
 
-    def own(self, row: Row) -> list[ImageSource]:
+    def row_images(self, row: Row) -> list[ImageSource]:
         """Return the images of the row's column, or those that `prompt.images` names."""
         if self._templates:
             texts = [template.render(row.fields, row.index) for template in self._templates]
             return [source for text in texts for source in sources_of(text)]
         return sources_of(value_at(row.fields, self._path)) if self._path else []
 
-    def _part(self, part: dict[str, Any], rest: Any, images: list[ImageSource]) -> dict[str, Any]:
+    def _part(
+        self, part: dict[str, Any], unassigned: Iterator[ImageSource], images: list[ImageSource]
+    ) -> dict[str, Any]:
         """Return an image part without its source, which is appended to `images`. A part without a
-        source takes the next image of the iterator `rest`. Other parts are returned as they are."""
+        source takes the next image of `unassigned`. Other parts are returned as they are."""
         if part["type"] != "image":
             return part
         if part["source"] is None:
-            images.append(next(rest))
+            images.append(next(unassigned))
         else:
             sources = sources_of(part["source"])
             if len(sources) != 1:
@@ -106,11 +112,13 @@ class ImagePlaces:
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """Return the parts of a message's content; none if it is a text."""
     content = message.get("content")
     return content if isinstance(content, list) else ()
 
 
 def _is_free(part: Mapping[str, Any]) -> bool:
+    """Return whether a part stands for an image and does not name one."""
     return part["type"] == "image" and part["source"] is None
 
 

@@ -3,9 +3,12 @@
 Templates expect the arguments of tool calls either as objects or as JSON text, and write the other
 form wrongly, without an error. A template may also drop whole messages: those with unknown roles,
 tool calls, or tools. `MessageForms` detects both by rendering a *probe*: a conversation of the same
-shape, whose texts are words that occur in no template. The *shape* is everything that decides how a
-template treats a conversation, except the texts; each shape is probed once.
-`ChatPrompt` is the caller.
+shape, whose texts are words that occur in no template, such as `zq0qz` for message 0. The *shape*
+is everything that decides how a template treats a conversation, except the texts; each shape is
+probed once. A word that is missing from the rendered probe shows what the template leaves out.
+
+`ChatPrompt` calls `MessageForms.formed` before it renders a conversation, and `MessageForms.check`
+after it.
 """
 
 from __future__ import annotations
@@ -172,7 +175,9 @@ class MessageForms:
         probes = [_probe(at, message, form, words) for at, message in enumerate(messages)]
         named = None
         if tools is not None:
-            words += [_Word(-1, f"zq{at}tqz", f"tool {at}") for at in range(len(tools))]
+            words += [
+                _Word(message=-1, text=f"zq{at}tqz", what=f"tool {at}") for at in range(len(tools))
+            ]
             named = [named_tool(tool, f"zq{at}tqz") for at, tool in enumerate(tools)]
         try:
             return self._render([without_absent(probe) for probe in probes], named)
@@ -220,6 +225,7 @@ def _left_out(what: str) -> RequestError:
 
 
 def _named(index: int, message: Mapping[str, Any]) -> str:
+    """Return the description of a message for an error, such as "message 2 (tool)"."""
     return f"message {index} ({message['role']})"
 
 
@@ -278,7 +284,7 @@ def _probe(
         probe["content"] = word("")
     if calls := message.get("tool_calls"):
         if not content:
-            probe |= {"content": form.no_content}
+            probe["content"] = form.no_content
         probe["tool_calls"] = []
         for at, call in enumerate(calls):
             of = f"tool call {at} of "
@@ -290,4 +296,5 @@ def _probe(
 
 
 def _says(text: str | None) -> bool:
+    """Return whether a text has more than white space, so that a template should write it."""
     return text is not None and bool(text.strip())

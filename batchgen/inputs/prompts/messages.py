@@ -1,6 +1,7 @@
 """Checks the messages of a conversation, and converts the formats of data sets into one.
 
-The entry point is `checked_messages`, which `ChatPrompt` calls for each row.
+The entry point is `checked_messages`, which `ChatPrompt` calls for each row:
+`[{"from": "human", "value": "Hi"}]` → `[{"role": "user", "content": "Hi"}]`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles that differ from the usual ones."""
 _PART_KINDS = ("image_url", "image", "text")
+"""The keys that stand for the type of a part that names no type."""
 _SOURCES = ("image_url", "image", "bytes", "path", "url")
 """The keys under which a part names its image."""
 _COMPARED_ROLE = re.compile(r"""\brole\b['"]?\]?\s*[!=]=\s*['"]([\w-]+)['"]""")
+"""A comparison in a chat template, such as `message['role'] == 'critic'`; the group is the role."""
 
 
 def known_roles(chat_template: str) -> tuple[str, ...]:

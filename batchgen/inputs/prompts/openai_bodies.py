@@ -1,6 +1,8 @@
 """Makes prompts from the request bodies of OpenAI batch files: conversations, texts or token ids.
 
-`build_prompt` makes a `BodyPrompt` for `prompt=openai`.
+`build_prompt` makes a `BodyPrompt` for `prompt=openai`. A body, in a column of the data set, is
+`{"messages": [{"role": "user", "content": "Hi"}]}` or `{"prompt": "Once upon"}`; other keys, such
+as `temperature`, are not read here.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ class BodyPrompt:
                 template_kwargs=config.template_kwargs,
                 date=config.date,
             )
-            names = dict.fromkeys(("messages", "tools"))
-            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day, is_read)
+            # The columns of the rows that `_messages` makes; their features are not needed.
+            columns_of_body = dict.fromkeys(("messages", "tools"))
+            self._chat = ChatPrompt(chat, tokenizer, columns_of_body, room, images, day, is_read)
             self._takes_tools = takes_tools
 
     @property
@@ -95,13 +98,13 @@ class BodyPrompt:
             return self._tokens.of(prompt, add_special_tokens=True)
         return not_empty(prompt)
 
-    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+    def token_ids_and_images(self, row: Row) -> tuple[list[int], list[RowImage]]:
         """Return the token ids of a row's prompt, and its images. Raises RequestError as
         `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return self.token_ids(row), []
-        return self._of_messages().asked(self._messages(row, body))
+        return self._of_messages().token_ids_and_images(self._messages(row, body))
 
     @property
     def images(self) -> RowImages | None:
@@ -153,6 +156,8 @@ class BodyPrompt:
                 )
 
     def _of_messages(self) -> ChatPrompt:
+        """Return what makes prompts of messages. Raises RequestError if the tokenizer has no chat
+        template."""
         if self._chat is None:
             raise self._bad("messages need a chat template, and the model's tokenizer has none")
         return self._chat

@@ -49,6 +49,7 @@ class TextTokens:
     def refuse_long(self, text: str) -> None:
         """Raise RequestError (prompt_too_long) if a text, or a part of one, cannot fit into the
         room."""
+        # UTF-8 has at most 4 bytes for a character, so most texts need not be encoded to know.
         if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
             return
         size = text_bytes(text)

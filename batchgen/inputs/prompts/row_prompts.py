@@ -63,7 +63,7 @@ class Prompt(Protocol):
         """
         ...
 
-    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+    def token_ids_and_images(self, row: Row) -> tuple[list[int], list[RowImage]]:
         """Return the token ids of a row's prompt, and its images. Raises RequestError as
         `token_ids`."""
         return self.token_ids(row), []

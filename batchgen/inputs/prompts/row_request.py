@@ -18,7 +18,8 @@ class RowRequest(NamedTuple):
 
     Attributes:
         prompt: the token ids of the prompt.
-        answer: the given answer to score; None if the row generates one.
+        params: the sampling parameters; their seed is the job's.
+        answer: the answer of the data set to score; None if the row generates one.
         choices: the token ids of each choice, which are scored in separate requests.
         images: the images of the prompt, in order.
     """
@@ -33,5 +34,4 @@ class RowRequest(NamedTuple):
         """Return the request of one sample. Its seed is derived from the job's seed, `stream` (see
         `seed_stream`), the row's id and the sample's index."""
         seed = derive_seed(stream_seed(self.params.seed, stream), row_id, sample_index)
-        prompt, params, answer, choices, images = self
-        return RowRequest(prompt, params.with_seed(seed), answer, choices, images)
+        return self._replace(params=self.params.with_seed(seed))

@@ -38,7 +38,7 @@ def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> d
     names."""
     fingerprints = {}
     for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
-        name = lasting_step_name(config.target)
+        name = lasting_step_name(config.target)  # equal in all versions of batchgen
         fingerprints[f"version of {name}"] = str(step.version)
         if isinstance(step, TableStep):
             try:
@@ -75,7 +75,7 @@ def _built(number: int, config: StepConfig) -> Step:
 def _options(cls: type[TableStep], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the arguments of a step class from its options. Python keywords get an underscore
     (`as` becomes `as_`), and unknown options are collected in the field that `cls.rest` names, if
-    the class has one."""
+    the class has one: `Pick: {seed: 1, style: [terse]}` → `{seed: 1, pieces: {style: [terse]}}`."""
     named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in values.items()}
     if cls.rest is not None:
         field_names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

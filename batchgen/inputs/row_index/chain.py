@@ -4,6 +4,9 @@ job.
 A `Chain` holds the checked steps, a `ChainPass` runs them over the data set once. The row index
 (make_index.py) stores what `ChainPass.take` returns, and `Chain.restored` recomputes a row's fields
 from it.
+
+Example: `Explode` makes two rows of row 17 (id `q17`), and `Chunk` makes three of the second one.
+The last of these is `IndexRow(index=17, path=(1, 2), …)`, and its id is `q17#1#2`.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class IndexRow:
         path: for each step that splits rows, the number of this row among the rows that the step
             made of one; 0 after a failure.
         stored: the values of steps that cannot be recomputed from the data set, by name.
-        failure: why the row is an error row; None if it is none.
+        failure: why the row is an error row; None if it is not.
     """
 
     index: int
@@ -59,7 +62,8 @@ class IndexRow:
 
 @dataclass(slots=True)
 class _Item:
-    """A row between two steps; the attributes are as in `IndexRow`."""
+    """A row between two steps, with the columns that it has so far; the other attributes are as in
+    `IndexRow`."""
 
     fields: Mapping[str, Any]
     path: tuple[int, ...]
@@ -68,9 +72,14 @@ class _Item:
 
 
 class Chain:
-    """The checked steps of a job, and the columns that result from them.
+    """The checked steps of a job, and the columns that result from them. Types are features of the
+    library datasets.
+
+    Args:
+        features: the types of the data set's columns.
 
     Attributes:
+        names: a name of each step for messages, such as "rows[0] Filter".
         features: the types of all columns after the last step.
         made: the types of the columns that steps add or replace.
         stored: the types of the values that the row index stores of a row.
@@ -131,9 +140,8 @@ class Chain:
         for step, (_, stored) in zip(self.steps, self.columns, strict=True):
             if isinstance(step, TableStep):
                 k = next(levels) if step.splits else 0
-                if new := step.restored(
-                    fields, k, {name: made_row.stored[name] for name in stored}
-                ):
+                values = {name: made_row.stored[name] for name in stored}
+                if new := step.restored(fields, k, values):
                     fields = {**fields, **new}
             else:
                 fields = {**fields, **step.apply(row.index, fields)}
@@ -204,6 +212,7 @@ class ChainPass:
         changed: list[_Item] = []
         for item in items:
             if item.failure is not None and not table.takes_failed:
+                # A path has a number for each step that splits rows, also in an error row.
                 changed.append(_below(item, 0) if table.splits else item)
                 continue
             row_id = path_id(row.id, item.path)
@@ -225,7 +234,7 @@ class ChainPass:
                 below = (_below(item, k) for k in range(len(taken)))
                 changed += map(self._with, below, repeat(number), taken)
             else:
-                (values,) = taken
+                (values,) = taken  # a step that does not split rows returns one row
                 changed.append(self._with(item, number, values))
         return changed
 

@@ -65,9 +65,11 @@ class IndexFolder:
         self.schema = pa.schema([*fields, pa.field("error", _ERROR)])
 
     def part(self, number: int) -> Path:
+        """Return the path of the file with part `number` of the job's rows."""
         return self.path / f"part-{number:05d}.parquet"
 
     def dropped(self, number: int) -> Path:
+        """Return the path of the file with the rows that were dropped in part `number`."""
         return self.path / f"dropped-{number:05d}.parquet"
 
     def writing(self, path: Path, schema: pa.Schema) -> IndexFile:
@@ -160,9 +162,11 @@ class IndexReader:
 
     def __init__(self, folder: IndexFolder, facts: IndexFacts) -> None:
         self._folder, self.facts = folder, facts
-        self._ends = list(accumulate(part.rows for part in facts.parts))
+        self._ends = list(accumulate(part.rows for part in facts.parts))  # row behind each part
         self._files: dict[int, pq.ParquetFile] = {}
-        self._group: tuple[int, int, list[IndexRow]] = (-1, -1, [])
+        # The part and the row group that were read last, and the rows of the group.
+        self._last_group = (-1, -1)
+        self._group_rows: list[IndexRow] = []
 
     def check(self) -> None:
         """Raise JobError unless all parts exist and have the expected number of rows."""
@@ -175,12 +179,14 @@ class IndexReader:
     def row(self, index: int) -> IndexRow:
         """Return row `index` of the job."""
         number = bisect_right(self._ends, index)
-        at = index - (self._ends[number - 1] if number else 0)
-        group, offset = divmod(at, GROUP)
-        if self._group[:2] != (number, group):
+        row_in_part = index - (self._ends[number - 1] if number else 0)
+        # All row groups of a part but the last one have GROUP rows.
+        group, offset = divmod(row_in_part, GROUP)
+        if self._last_group != (number, group):
             table = self._file(number).read_row_group(group)
-            self._group = (number, group, list(self._folder.made_rows(table)))
-        return self._group[2][offset]
+            self._group_rows = list(self._folder.made_rows(table))
+            self._last_group = number, group
+        return self._group_rows[offset]
 
     def _file(self, number: int) -> pq.ParquetFile:
         if number not in self._files:

@@ -1,5 +1,9 @@
 """A `Source` whose row steps drop, split or join the rows of a data set. It reads rows through the
-row index, which maps each row of the job to a row of the data set. `open_rows.py` makes it."""
+row index, which maps each row of the job to a row of the data set. `open_rows.py` makes it.
+
+With two rows in the data set, of which a step splits the second into three, the job's rows 0, 1, 2
+and 3 come from the rows 0, 1, 1 and 1 of the data set.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +72,8 @@ class IndexedSource(Source):
         self.columns = tuple(chain.features)
         self._storing = Storing(chain.made)
         added = [self._field(name) for name in chain.made]
-        gone = chain.uncopied | set(chain.made)
-        self._copied = [name for name in data.schema.names if name not in gone]
+        replaced = chain.uncopied | set(chain.made)
+        self._copied = [name for name in data.schema.names if name not in replaced]
         self.schema = pa.schema([*(data.schema.field(name) for name in self._copied), *added])
         self._storage: Storage | None = None
         self._reader: IndexReader | None = None
@@ -93,7 +97,7 @@ class IndexedSource(Source):
         if ready is None:
             return None
         if self._reader is None or self._covered > ready:
-            return 0  # rows of a shard that grows, which the index knows, are not ready
+            return 0  # the index covers rows of a growing shard that are not ready to be read
         return self._reader.facts.rows
 
     @property
@@ -155,10 +159,10 @@ class IndexedSource(Source):
 
     def _is_there(self, storage: Storage) -> bool:
         """Open the index in a job's folder if it is of exactly these rows; return whether it is."""
-        wanted = (self._key, self._data.fingerprint, self._data.num_ready)
+        expected = (self._key, self._data.fingerprint, self._data.num_ready)
         try:
             facts = IndexFacts.parse(storage.read(storage.path / ROW_INDEX))
-            if facts is None or (facts.key, facts.dataset, facts.data_rows) != wanted:
+            if facts is None or (facts.key, facts.dataset, facts.data_rows) != expected:
                 return False
             self._reader = self._checked(storage, facts)
         except (JobError, OSError):
@@ -215,7 +219,7 @@ class IndexedSource(Source):
         facts_before = self.facts
         if facts_before is None:
             counts = [StepCount(name) for name in self.chain.names]
-            facts_before = IndexFacts(self._key, self.fingerprint, 0, 0, 0, 0, counts, ())
+            facts_before = self._facts(0, counts)
         if self._growth is None or self._growth.facts.data_rows != facts_before.data_rows:
             self._end_growth()
             folder = self._folder(self._storage)
@@ -329,8 +333,12 @@ class IndexedSource(Source):
         finally:
             running.close()
         if not index:
-            empty = IndexFacts(self._key, self.fingerprint, read, read, 0, 0, running.counts, ())
-            raise empty.nothing_left
+            raise self._facts(read, running.counts).nothing_left
+
+    def _facts(self, data_rows: int, counts: Sequence[StepCount]) -> IndexFacts:
+        """Return the summary of an index that has no rows of the first `data_rows` rows."""
+        key, dataset = self._key, self.fingerprint
+        return IndexFacts(key, dataset, data_rows, data_rows, 0, 0, counts, parts=())
 
     def _row(self, index: int, base: Row, made_row: IndexRow) -> Row:
         row_id = path_id(base.id, made_row.path)

@@ -31,7 +31,7 @@ class _Making:
     """The state of a pass through the rows of a stretch.
 
     Attributes:
-        running: the steps.
+        running: the pass of the steps, which also holds the dropped rows that are not written yet.
         rows: the rows of the data set that are left.
         read: the rows of the data set up to and including the last one that was taken.
         total: the rows of the data set up to the stretch's end.
@@ -66,6 +66,7 @@ class _Making:
 
     def tell(self) -> None:
         """Print a progress message if the last one was long enough ago."""
+        # The clock is read at every 256th row only.
         if not self.read % 256 and (now := time.monotonic()) - self.reported_at > _SHOWN_SECONDS:
             self.reported_at = now
             print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
@@ -95,7 +96,9 @@ class IndexGrowth:
         """Extend the index to the rows of the source before `stop`, in new parts."""
         facts, start = self.facts, self.facts.data_rows
         rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
-        making = _Making(self._chain, self._running, self._folder, rows, facts.read_rows, stop)
+        making = _Making(
+            self._chain, self._running, self._folder, rows, read=facts.read_rows, total=stop
+        )
         parts = list(facts.parts)
         while not making.is_over:
             part = _write_part(making, len(parts))
@@ -138,17 +141,17 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFact
 def _write_part(making: _Making, number: int) -> IndexPart:
     """Write the next part: about PART_ROWS rows, and the rows that were dropped meanwhile."""
     folder, running = making.folder, making.running
-    kept = folder.writing(folder.part(number), folder.schema)
-    gone = folder.writing(folder.dropped(number), DROPPED)
-    while not making.is_over and kept.rows < PART_ROWS and gone.rows < PART_ROWS:
+    kept_file = folder.writing(folder.part(number), folder.schema)
+    dropped_file = folder.writing(folder.dropped(number), DROPPED)
+    while not making.is_over and max(kept_file.rows, dropped_file.rows) < PART_ROWS:
         making.advance()
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
-            gone.add(folder.dropped_table(running.dropped, making.chain.names))
+            dropped_file.add(folder.dropped_table(running.dropped, making.chain.names))
             running.dropped.clear()
         while len(making.pending) >= GROUP or (making.is_over and making.pending):
             rows, making.pending = making.pending[:GROUP], making.pending[GROUP:]
             making.error_rows += sum(row.failure is not None for row in rows)
-            kept.add(folder.rows_table(rows, list(making.chain.stored)))
-    kept.publish()
-    gone.publish()
-    return IndexPart(kept.rows, gone.rows)
+            kept_file.add(folder.rows_table(rows, list(making.chain.stored)))
+    kept_file.publish()
+    dropped_file.publish()
+    return IndexPart(kept_file.rows, dropped_file.rows)

@@ -96,6 +96,8 @@ class Against(TableStep):
         if not parts:
             raise ConfigError(f"path: {self.path} has no text in column {column!r}")
         hashes, first = np.unique(np.concatenate(parts), return_index=True)
+        if not len(hashes):
+            raise ConfigError(f"path: {self.path} has no words in column {column!r}")
         return hashes, np.concatenate(rows)[first]
 
 

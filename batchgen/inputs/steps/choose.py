@@ -162,6 +162,7 @@ class Keep(TableStep):
 
     def start(self, tools: Tools) -> Pass:
         """Start a pass at the first row."""
+        # A share needs no state, so the step itself is its pass.
         return self if self.rows is None else _First(self.rows)
 
     def take(self, row: StepRow) -> Taken:

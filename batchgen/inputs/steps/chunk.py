@@ -105,12 +105,14 @@ class Chunk(SplittingStep):
     def spans(self, text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each piece of a text, in characters, without surrounding white
         space."""
-        starts, ends = token_places(text, tokenizer)
+        starts, ends = token_offsets(text, tokenizer)
         first, count = 0, len(starts)
         while first < count:
+            # A piece consists of the tokens from `first` on and before `stop`, and of the
+            # characters from `begin` on and before `end`.
             stop = min(first + self.tokens, count)
             begin, end = starts[first], ends[stop - 1]
-            if stop < count:
+            if stop < count:  # more text follows: cut in the second half of the piece
                 end = _cut(text, starts[first + (stop - first) // 2], starts[stop])
                 stop = max(first + 1, _before(starts, end, stop))
             piece = text[begin:end]
@@ -160,9 +162,9 @@ class _Chunks:
         pass
 
 
-def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the index of the first character of each token of a text, and the index after its last
-    character."""
+def token_offsets(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return two lists: the index of the first character of each token of a text, and the index
+    after its last character."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
         "offset_mapping"
     ]

@@ -101,7 +101,7 @@ class _Exact:
         key = digest(key_text(row.fields, self._names))
         value = int.from_bytes(key[:8], "little")
         for number in self._table.find(value):
-            kept = self._kept.read(number)
+            kept = self._kept.read(number)  # the digest (16 bytes) and the id of a row
             if kept[:16] == key:
                 return Dropped(f"same as {kept[16:].decode('utf-8', 'surrogatepass')}")
         kept = key + row.id.encode("utf-8", "surrogatepass")
@@ -135,9 +135,11 @@ class _Near:
         self._texts.close()
 
 
-_ROUNDING, _OF_KEPT = 1e-4, 1e-6
-"""The maximum error of a dot product in float32, and that of a cosine of stored vectors, which are
-rounded to float32. The tolerance lets `cosine: 1` drop equal vectors."""
+_PRODUCT_ERROR = 1e-4
+"""The maximum error of a dot product in float32."""
+_STORED_ERROR = 1e-6
+"""The maximum error of the cosine of two stored vectors, whose numbers are rounded to float32. This
+tolerance lets `cosine: 1` drop equal vectors."""
 
 
 class _Vectors:
@@ -147,7 +149,7 @@ class _Vectors:
     full = False
 
     def __init__(self, name: str, minimum: float) -> None:
-        self._name, self._least = name, minimum
+        self._name, self._minimum = name, minimum
         self._ids: list[str] = []
         self._kept = np.empty((0, 0), np.float32)
 
@@ -155,10 +157,10 @@ class _Vectors:
         vector = self._vector(required_value(row.fields, self._name))
         count = len(self._ids)
         products = self._kept[:count] @ vector if count else np.empty(0, np.float32)
-        for index in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
+        for index in np.flatnonzero(products >= self._minimum - _PRODUCT_ERROR).tolist():
             # Exact sums, so that no two machines decide differently.
             cosine = math.fsum(self._kept[index].astype(np.float64) * vector)
-            if cosine >= self._least - _OF_KEPT:
+            if cosine >= self._minimum - _STORED_ERROR:
                 return Dropped(f"near {self._ids[index]}, {cosine:.4f}")
         if count == len(self._kept):
             grown = np.empty((max(2 * count, 256), len(vector)), np.float32)
@@ -173,8 +175,11 @@ class _Vectors:
         """Return a row's vector [size], divided by its length. Raises BadRow if the value is no
         such vector."""
         is_numeric = isinstance(value, list) and all(type(x) in (int, float) for x in value)
-        vector = np.array(value if is_numeric else [], np.float64)
-        length = math.sqrt(math.fsum(vector * vector))
+        try:
+            vector = np.array(value if is_numeric else [], np.float64)
+            length = math.sqrt(math.fsum(vector * vector))
+        except OverflowError:  # an integer, or the sum of the squares, is beyond float64
+            length = math.inf
         if not 0 < length < math.inf or (self._ids and len(vector) != self._kept.shape[1]):
             raise BadRow(
                 f"column {self._name!r} must hold vectors of one size to be compared, with numbers "

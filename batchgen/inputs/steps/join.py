@@ -138,7 +138,8 @@ class _Join:
 
     def __init__(self, step: Join, tools: Tools) -> None:
         self._step, self._names = step, tuple(step._on)
-        self._own_id = ROW_ID in step._on and ROW_ID not in tools.features
+        # Whether the key `row_id` means the row's id, not a column of this name.
+        self._uses_row_id = ROW_ID in step._on and ROW_ID not in tools.features
         from batchgen.inputs.steps.stored_values import Storing  # it loads datasets
 
         self._storing = Storing(step.made(tools.features))
@@ -149,6 +150,7 @@ class _Join:
             batch = [fields for fields in read if _has(fields, theirs)]
             keys += b"".join(digest(key_text(fields, theirs)) for fields in batch)
             tables.append(self._storing.table(list(map(self._values, batch))))
+        # A digest has two numbers of 64 bits.
         self._highs = np.frombuffer(bytes(keys), np.uint64)[::2]
         self._lows = np.frombuffer(bytes(keys), np.uint64)[1::2]
         self._order = np.lexsort((self._lows, self._highs))
@@ -179,7 +181,7 @@ class _Join:
         )
 
     def take(self, row: StepRow) -> Taken:
-        fields = {**row.fields, ROW_ID: row.id} if self._own_id else row.fields
+        fields = {**row.fields, ROW_ID: row.id} if self._uses_row_id else row.fields
         high, low = _numbers(digest(key_text(fields, self._names)))
         at = int(np.searchsorted(self._highs, np.uint64(high)))
         while at < len(self._highs) and self._highs[at] == high:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
 _MOST_PIECES = 1_000_000
+"""The maximum number of pieces in a file, and of rows that `Pick` makes of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,8 @@ class Pick(_Pieces):
         return [self._picked(f"{row.id}#{k}") for k in range(self.times)]
 
     def _picked(self, row_id: str) -> dict[str, Any]:
+        """Return a random piece for each column, which the row's id decides."""
+        # The upper half of the 128-bit product of a 64-bit hash and n is a number from 0 to n - 1.
         return {
             name: pieces[hashed_number("pick", self.seed, name, row_id) * len(pieces) >> 64]
             for name, (pieces, _) in self.lists.items()
@@ -157,7 +160,7 @@ def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
     features = table.features(())
     column = name if name in features else next(iter(features)) if len(features) == 1 else None
     pieces = []
-    for fields in table.rows(()):
+    for fields in table.rows(tuple(features) if column is None else (column,)):
         pieces.append(fields if column is None else fields[column])
         if len(pieces) > _MOST_PIECES:
             raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")

@@ -104,14 +104,14 @@ class Ruler(TableStep):
         """Return the columns of a row, made again."""
         return self.row(stored["ruler_index"], stored["ruler_units"])
 
-    def kind(self, index: int) -> tuple[str, int]:
+    def task_and_length(self, index: int) -> tuple[str, int]:
         """Return the task and the length of row `index`."""
         task = self.tasks[index % len(self.tasks)]
         return task, self.lengths[index // len(self.tasks) % len(self.lengths)]
 
     def row(self, index: int, units: int) -> dict[str, Any]:
         """Return the columns of row `index`, with a text of `units` units."""
-        task, length = self.kind(index)
+        task, length = self.task_and_length(index)
         text = self.text(index, units)
         return {
             "task": task,
@@ -124,7 +124,7 @@ class Ruler(TableStep):
     def text(self, index: int, units: int) -> RulerText:
         """Return the text of row `index` with `units` units: sentences, needles or words, by the
         task."""
-        task, length = self.kind(index)
+        task, length = self.task_and_length(index)
         chance = random.Random(f"ruler {self.seed} {index} {task} {length}")
         return ruler_text(task, length, units, chance)
 
@@ -146,11 +146,16 @@ class _Texts:
         pass
 
     def _units(self, index: int) -> int:
-        """Return the largest number of units whose text fits. It is searched for by secant steps,
-        within the bounds of what was seen to fit and not to fit."""
-        task, length = self._step.kind(index)
+        """Return the largest number of units whose text fits; BadRow if none does.
+
+        The search takes secant steps: from two texts it estimates the tokens of a unit, and tries
+        the number of units that should fill the rest. It stays between the largest number that is
+        known to fit and the smallest that is known not to.
+        """
+        task, length = self._step.task_and_length(index)
         limit = length - self._step.reserve
-        fits, units, last = 0, _FIRST, (0, 0)
+        fits, units = 0, _FIRST
+        last_units, last_tokens = 0, 0
         too_many: int | None = None
         for _ in range(_ROUNDS):
             tokens = self._tokens(index, units)
@@ -158,16 +163,16 @@ class _Texts:
                 fits = max(fits, units)
             else:
                 too_many = units if too_many is None else min(too_many, units)
-            tokens_per_unit = max((tokens - last[1]) / (units - last[0]), 0.1)
-            last = units, tokens
+            tokens_per_unit = max((tokens - last_tokens) / (units - last_units), 0.1)
+            last_units, last_tokens = units, tokens
             guess = units + int((limit - tokens) / tokens_per_unit)
-            low, high = fits + 1, (too_many or guess + 2) - 1
+            # Without an upper bound the guess may be one unit more, in case it is too small.
+            low, high = fits + 1, guess + 1 if too_many is None else too_many - 1
             if low > high:
                 break
-            guess = min(max(guess, low), high)
-            if guess == last[0]:
+            units = min(max(guess, low), high)
+            if units == last_units:
                 break
-            units = guess
         if fits == 0:
             raise BadRow(f"{task}: no text fits into {limit} tokens: raise Ruler's lengths")
         return fits

@@ -141,6 +141,7 @@ def ruler_text(task: str, length: int, units: int, chance: random.Random) -> Rul
         length: the row's length in tokens. It decides the repetitions in `cwe` and the vocabulary
             of `fwe`.
         units: the size of the text: sentences, needles or words, by the task.
+        chance: the generator that decides what the text says.
     """
     if task == "vt":
         return _variable_tracking(chance, units)
@@ -167,7 +168,7 @@ def _in_haystack(chance: random.Random, units: int, hidden: _Needles) -> RulerTe
     def value() -> str:
         return _uuid(chance) if hidden.uuid_values else str(chance.randrange(10**6, 10**7))
 
-    facts: dict[str, dict[str, None]] = {}
+    facts: dict[str, dict[str, None]] = {}  # the values of each key, in order, each once
     while len(facts) < hidden.keys:
         values = facts.setdefault(key(), {})
         while len(values) < hidden.values:
@@ -262,7 +263,8 @@ def _variable_tracking(chance: random.Random, units: int) -> RulerText:
 
 
 def _frequent_words(chance: random.Random, units: int, vocabulary: int) -> RulerText:
-    """Return about `units` coded words, of which the k-th makes up a share of 1 / (zeta(2) k^2)."""
+    """Return about `units` words of text, in which the k-th coded word has a share of
+    1 / (zeta(2) k^2). `vocabulary` is the number of different coded words."""
     words = _different(
         max(vocabulary, 4), lambda: "".join(chance.choices(string.ascii_lowercase, k=6))
     )

@@ -20,6 +20,7 @@ from batchgen.util.paths import is_url
 from batchgen.util.shorten import some_names
 
 ROW_ID, ANSWER_ID = "row_id", "answer_id"
+"""The columns with the ids that the rows of a job's table have besides their own columns."""
 
 if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Source
@@ -67,6 +68,7 @@ class SideTable:
         """Yield the fields of each row: at least these columns."""
         with of_table(self._path):
             for row in self._source(columns).rows():
+                # Rows of a job (`UpstreamRow`) name the answer from which they were made.
                 source = getattr(row, "source", None)
                 if source is None:
                     yield row.fields
@@ -86,7 +88,7 @@ class SideTable:
 
 @contextmanager
 def of_table(path: str) -> Iterator[None]:
-    """Make errors about the table name the step's key `path` instead of `dataset.path`."""
+    """Make errors within the context name the step's key `path` instead of `dataset.path`."""
     try:
         yield
     except ConfigError as error:
@@ -114,6 +116,7 @@ def _opened(
 
 
 def _is_local(path: str) -> bool:
+    """Return whether a path means files, not a data set of the hub."""
     there = Path(path).expanduser()
     return (
         path.startswith((PACKAGE_SCHEME, "/", ".", "~"))

@@ -1,5 +1,6 @@
-"""Converts values of columns to and from Arrow. JSON of mixed types is stored as text. The row
-index and `Join` use `Storing`."""
+"""Converts values of columns to and from Arrow. JSON of mixed types is stored as text: in a column
+with the values 1 and "a" these are stored as `1` and `"a"`. The row index and `Join` use
+`Storing`."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
     does not exist."""
     if name in fields or "." not in name:
         return fields.get(name)
+    # "a.b.c" is the field c of the column "a.b" if there is one, or else the field b.c of "a".
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:end]) in fields:
@@ -47,8 +48,8 @@ def required_value(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def key_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the values of some columns as one text, which differs if a value or its type differs.
-    Raises BadRow if one is null."""
+    """Return the values of some columns as one text, which differs if a value or its type differs:
+    `sabc` for the one text "abc", `j[1, "abc"]` for other values. Raises BadRow if one is null."""
     if len(names) == 1 and isinstance(value := required_value(fields, names[0]), str):
         return f"s{value}"
     values = [required_value(fields, name) for name in names]

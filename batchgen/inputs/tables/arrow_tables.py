@@ -1,7 +1,8 @@
 """Reads Parquet and Arrow files whose columns may differ in type, without changing any value.
 
 `ArrowFiles.of` finds the common columns, and `ArrowFiles.tables` yields the rows. `local_files.py`
-uses it.
+uses it. A column that is int32 in one file and int64 in another becomes int64; one that is int64
+and string becomes JSON, with values such as `1` and `"a"`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ArrowFiles:
     @classmethod
     def of(cls, files: Sequence[Path]) -> ArrowFiles:
         """Find the common columns of files. Raises ConfigError for a type that rows cannot have."""
-        file_features = [_features(file, schema) for file in files for schema in [_schema(file)]]
+        file_features = [_features(file, _schema(file)) for file in files]
         names = dict.fromkeys(name for features in file_features for name in features)
         columns = {
             name: reduce(_both, [features[name] for features in file_features if name in features])
@@ -58,13 +59,14 @@ class ArrowFiles:
         with_json = {
             name for features in file_features for name, kind in features.items() if has_json(kind)
         }
+        # Columns that have JSON in no file, and need it because the files' types differ.
         mixed = [name for name, kind in columns.items() if name not in with_json and has_json(kind)]
         # The whole column becomes JSON, because Arrow makes no empty struct with JSON in it.
         return cls(files, Features(columns | dict.fromkeys(mixed, Json())), bool(mixed))
 
     def tables(self) -> Iterator[pa.Table]:
         """Yield the rows of all files, as tables of the `features`; at least one table."""
-        yield self.features.arrow_schema.empty_table()
+        yield self.features.arrow_schema.empty_table()  # says the columns if no file has rows
         for file in self.files:
             features = _features(file, _schema(file))
             for batch in _batches(file):
@@ -96,8 +98,8 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
     if file.suffix == ".parquet":
         with pq.ParquetFile(file) as rows:
             groups = map(rows.metadata.row_group, range(rows.num_row_groups))
-            size = max((g.total_byte_size / max(g.num_rows, 1) for g in groups), default=1)
-            yield from rows.iter_batches(int(min(max(_BYTES / max(size, 1), 1), _ROWS)))
+            row_bytes = max((g.total_byte_size / max(g.num_rows, 1) for g in groups), default=1)
+            yield from rows.iter_batches(int(min(max(_BYTES / max(row_bytes, 1), 1), _ROWS)))
         return
     with pa.memory_map(str(file)) as data, _opened(data) as reader:
         if isinstance(reader, pa.ipc.RecordBatchFileReader):

@@ -65,7 +65,7 @@ def _decoded(file: Path, encoding: str) -> Iterator[str]:
         while not at_end:
             chunk = data.read(_CHUNK)
             at_end = not chunk
-            kept = len(decoder.getstate()[0])
+            kept = len(decoder.getstate()[0])  # bytes of an unfinished character, decoded next
             try:
                 text = decoder.decode(chunk, at_end)
             except UnicodeDecodeError as error:

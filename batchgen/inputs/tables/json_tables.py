@@ -1,5 +1,10 @@
 """Reads files of JSON lines as the texts of their rows, and finds column types that hold the values
-of all rows. `local_files.py` uses `json_columns` and `json_tables`."""
+of all rows.
+
+`local_files.py` uses `json_columns` for the types and `json_tables` for the rows: tables with the
+one column ROW_TEXT, whose values are such as `{"id": 1, "text": "a"}`. `parse_rows` and
+`JsonColumns.table` make values and columns of these texts.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +122,7 @@ def _seen_columns(files: Sequence[Path]) -> JsonColumns:
         for texts in _chunks(file):
             seen.add_fields(_checked_rows(texts))
             check_width(len(seen.fields), file)
-            if not has_halves and _has_pair("".join(texts)):
+            if not has_halves and _may_have_half("".join(texts)):  # fast, before the slow search
                 has_halves = any(map(_HALF_PAIR.search, texts))
     features = Features({name: field.feature() for name, field in seen.fields.items()})
     schema = pa.schema([(name, field.stored()) for name, field in seen.fields.items()])
@@ -153,7 +158,7 @@ def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _has_pair(text: str) -> bool:
+def _may_have_half(text: str) -> bool:
     """Return whether a text may contain an escaped UTF-16 surrogate."""
     return "\\ud" in text or "\\uD" in text
 

@@ -1,7 +1,8 @@
 """Finds the Arrow type that holds the JSON values of a column, and converts values to it. Values of
 mixed types become JSON text.
 
-`SeenValues` collects the types of values; `json_encoder` converts values for storage.
+`SeenValues` collects the types of values; `json_encoder` converts values for storage. The values
+1 and 2 are an int64 column; 1 and "a" are a JSON column, stored as the texts `1` and `"a"`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from datasets.features import Json, LargeList, List
 _MOST_EXACT = 2**53
 """All integers up to this one are exactly representable as 64-bit floats."""
 _SCALARS = {str: "string", bool: "bool", float: "float64", int: "int64"}
+"""The Arrow types of Python's."""
 
 
 class SeenValues:
@@ -31,9 +33,9 @@ class SeenValues:
         self._types: set[type] = set()
         self._keys: set[frozenset[str]] = set()
         self.fields: dict[str, SeenValues] = {}
-        self._items: SeenValues | None = None
-        self._least = self._most = 0
-        self._has_whole_float = False
+        self._items: SeenValues | None = None  # the items of all lists
+        self._minimum = self._maximum = 0  # of all integers
+        self._has_whole_float = False  # a float such as 1.0, which would be stored like the integer
 
     def add(self, values: Collection[Any]) -> None:
         """Add the values of more rows."""
@@ -44,6 +46,7 @@ class SeenValues:
                 values if len(types) == 1 else [v for v in values if type(v) is kind]
             )
             if kind is dict:
+                # The distinct sets of keys; tuples first, because most objects have equal ones.
                 self._keys |= set(map(frozenset, set(map(tuple, same_type))))
                 if self._is_struct:
                     self.add_fields(same_type)
@@ -51,8 +54,8 @@ class SeenValues:
                 self._items = self._items or SeenValues()
                 self._items.add(list(chain.from_iterable(same_type)))
             elif kind is int:
-                self._least = min(self._least, min(same_type))
-                self._most = max(self._most, max(same_type))
+                self._minimum = min(self._minimum, min(same_type))
+                self._maximum = max(self._maximum, max(same_type))
             elif kind is float:
                 self._has_whole_float |= any(map(float.is_integer, same_type))
 
@@ -98,9 +101,9 @@ class SeenValues:
             return pa.float64() if exact else pa.string()
         return feature.pa_type
 
-    def _fits(self, minimum: int, limit: int) -> bool:
-        """Return whether all integers are in a range."""
-        return minimum <= self._least and self._most <= limit
+    def _fits(self, low: int, high: int) -> bool:
+        """Return whether all integers are from `low` to `high`."""
+        return low <= self._minimum and self._maximum <= high
 
 
 def has_json(feature: Any) -> bool:

@@ -39,7 +39,8 @@ class LocalRows:
 
     Attributes:
         builder: yields the rows, for datasets.
-        json: the columns of rows that the builder yields as JSON text; None if it yields columns.
+        json: the columns of rows that the builder yields as JSON texts (column `ROW_TEXT`); None if
+            it yields the columns themselves.
         is_mixed: whether some column has values of several types without a common one.
     """
 
@@ -55,6 +56,8 @@ def local_rows(
 
     Args:
         kind: the format of all files; see `table_format`.
+        config: the encoding and the form of text files.
+        split: the name of the split that the rows belong to.
         cache: a folder for exactly these files, read with these options.
     """
     parts = list(files)

@@ -85,11 +85,12 @@ class JobSource(Source):
         used = None if named is None else named | set(self.schema.names)
         self._read, self._grades = known.read(used)
         self._choice = AnswerSelector(config, known)
-        self._graded = self._choice.reads_grades or bool(self._grades)
+        self._uses_grades = self._choice.reads_grades or bool(self._grades)
         for job in jobs:
-            job.needs_grades = self._graded
+            job.needs_grades = self._uses_grades
         self._read_positions = [ReadPosition() for _ in jobs]
-        # The chosen answers in parts, each with the number of its job; and the row after each part.
+        # The chosen answers in parts (shards, or whole jobs), each with the index of its job; and
+        # the number of rows up to the end of each part.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
         self._next_look = 0.0
@@ -174,7 +175,7 @@ class JobSource(Source):
     def fingerprint(self) -> str:
         """See `Source`."""
         facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in self._jobs]
-        grade_digests = [job.grades_digest if self._graded else "" for job in self._jobs]
+        grade_digests = [job.grades_digest if self._uses_grades else "" for job in self._jobs]
         return fingerprint_text("jobs", *facts, *grade_digests)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
@@ -265,15 +266,18 @@ class JobSource(Source):
             first: the number of the part's first row.
         """
         number, chosen = self._chosen[part]
+        # [R], the answers of each row are chosen.answers[starts:ends].
         ends = chosen.ends[rows]
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
         offsets = np.cumsum(sizes)  # [R], where each row ends among the answers that are read
+        # The indices starts[0] … ends[0] - 1, starts[1] … ends[1] - 1, … in one array.
         indices = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
         rows_done, pending, answers_read = 0, list[pa.Table](), 0
         for table in self._answers(number, chosen.answers[indices]):
             pending.append(table)
             answers_read += len(table)
+            # How many rows have all their answers in the tables so far.
             whole = int(np.searchsorted(offsets, answers_read, side="right"))
             if whole > rows_done:
                 begin = int(offsets[rows_done - 1]) if rows_done else 0

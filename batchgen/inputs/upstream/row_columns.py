@@ -91,8 +91,8 @@ class AnswerColumns:
             sizes: [R] the number of answers of each row. Columns that the answers of a row share
                 keep one value per row.
         """
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
+        bounds = np.concatenate([[0], np.cumsum(sizes)])  # [R + 1], where rows begin and end
+        first_answers, offsets = pa.array(bounds[:-1]), pa.array(bounds, pa.int32())
         shared = {*self._known.passthrough, ROW_ID, "row_id"}
         lists = {}
         for name in table.column_names:
@@ -100,11 +100,11 @@ class AnswerColumns:
             if isinstance(column, pa.ChunkedArray):
                 column = pa.concat_arrays(column.chunks)
             if name in shared:
-                lists[name] = column.take(begins)
+                lists[name] = column.take(first_answers)
             elif name == GRADES and self._known.grades:
                 names = [f.name for f in column.type]
-                inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
+                inner = [pa.ListArray.from_arrays(offsets, c) for c in column.flatten()]
                 lists[name] = pa.StructArray.from_arrays(inner, names)
             else:
-                lists[name] = pa.ListArray.from_arrays(ends, column)
+                lists[name] = pa.ListArray.from_arrays(offsets, column)
         return pa.table(lists)

@@ -60,6 +60,7 @@ def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> Runn
     if column not in (produced.name for produced in chain.columns):
         return None
     fields = [step.field_names for step in chain.steps]
+    # Whether each step says which columns it reads, and rows have these before they are written.
     known = {name for names in fields for name in names or ()} <= set(schema.passthrough)
     if None in fields or not known or any(isinstance(s, SelfTimedStep) for s in chain.steps):
         return _OfShards(folder / GRADES, column)
@@ -93,7 +94,9 @@ class _OfRows:
         self._chain, self._config = chain, config.score
         self._readers: Mapping[str, Callable[[Any], Any]] = json_readers(schema.arrow)
         self._mean = _Mean(config.score.column)
-        self._started, self._spent, self._closed = time.monotonic(), 0.0, False
+        self._started, self._closed = time.monotonic(), False
+        self._spent = 0.0  # seconds of grading so far
+        # Whether a step runs in a process of its own, so that grading takes no time of this thread.
         self._is_beside = any(step.isolated for step in chain.steps)
         self._thread: ThreadPoolExecutor | None = None
         self._grader: Grader | None = None
@@ -134,6 +137,7 @@ class _OfRows:
         return marks
 
     def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the text and the fields of each row, as steps read them."""
         for row in rows:
             if self._closed:  # the score is no longer needed
                 return
@@ -144,6 +148,7 @@ class _OfRows:
             yield row.extra.get(TEXT, row.output.text) or "", fields
 
     def _take(self) -> None:
+        """Add the marks that the thread has computed."""
         if self._future is not None and self._future.done():
             self._mean.add(self._future.result())
             self._future = None

@@ -151,7 +151,7 @@ class Supervisor:
                     return
                 self._look(slot, output)
             self._stop_unneeded()
-            output.show(sum(p.is_running and not p.process.has_begun() for p in self._slots))
+            output.show(sum(s.is_running and not s.process.has_begun() for s in self._slots))
             time.sleep(_LOOK_SECONDS)
 
     def _look(self, slot: WorkerSlot, output: LaunchProgress) -> None:
@@ -215,6 +215,7 @@ class Supervisor:
             return Launched(128 + stopped_by, stopped_by, message)
         if spent := [slot for slot in self._slots if slot.is_out_of_budget]:
             _print_last_lines([slot for slot in self._slots if slot.has_failed])
+            # The last two lines on stderr say what was spent, and how many answers are done.
             return Launched(SPENT, None, "\n".join(spent[-1].printed(1).splitlines()[-2:]))
         _print_last_lines(self._slots)
         codes = {None if slot.end is None else slot.end.code for slot in self._slots}

@@ -1,5 +1,9 @@
 """Renders a text with Markdown and LaTeX as harmless HTML: without links, images and scripts. The
-entry point is `rich_text`; the report and the viewer use it."""
+entry point is `rich_text`; the report and the viewer use it.
+
+`"so *x* is $1$"` → `<p>so <em>x</em> is <math><mn>1</mn></math></p>`. Formulas, which Markdown must
+not see, are replaced by placeholders before it is parsed, and filled in at the end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from batchgen.pages.math.mathml import MOST_CHARACTERS, mathml
-from batchgen.util.text.safe_text import GAP, SPAN, Span, kept, marked
+from batchgen.util.text.safe_text import GAP, SPAN, Span, marked, shown_ranges
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -83,7 +87,7 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
     Args:
         limit, spans: as for `safe_text.shortened`.
     """
-    ranges = kept(len(text), limit, spans)
+    ranges = shown_ranges(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
         return None
     parts, is_rich, end_of_text = [], False, 0
@@ -206,9 +210,11 @@ def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]
         if "\n" not in inside and "`" not in inside:
             replaced.append((span.start, span.end, SPAN.format(span.name, marked(inside))))
     apart: list[tuple[int, int, Markup]] = []
-    for piece in sorted(replaced, key=lambda piece: piece[:2]):
-        if not apart or piece[0] >= apart[-1][1]:
-            apart.append(piece)
+    last_end = 0
+    for start, end, html in sorted(replaced, key=lambda piece: piece[:2]):
+        if start >= last_end:
+            apart.append((start, end, html))
+            last_end = end
     return apart
 
 

@@ -137,8 +137,8 @@ def _facts(job: JobView, summary: JobSummary) -> list[Line]:
         ("strategy", summary.strategy_name),
         ("sampling", ", ".join(_sampling(sampling))),
     ]
-    if summary.totals.until:
-        facts.append(("until enough", until_line(summary.totals)))
+    if (until := until_line(summary)) is not None:
+        facts.append(("until enough", until))
     if summary.is_begun:
         read, written = summary.totals.prompt_tokens, summary.totals.generated_tokens
         facts.append(("tokens", f"{read:,} read, {written:,} written"))

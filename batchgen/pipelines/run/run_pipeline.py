@@ -25,7 +25,8 @@ class PipelineResult:
     """How a pipeline ended, if it did not fail.
 
     Attributes:
-        exit_code: the highest exit code of a step.
+        exit_code: the highest exit code of a step; if a signal or a spent budget stopped the
+            pipeline, that of the stopped step.
         stopped_by: the number of the signal that stopped it; None without one.
         message: text for the user.
     """
@@ -44,19 +45,20 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
     """
     with OpenPipeline(pipeline) as opened:
         refuse_wrong_exports(opened)
-        opened.write()
+        opened.write()  # pipeline.yaml, and pipeline.json with the current folder of each step
         try:
             results = run_pipeline_steps(opened)
         except (ConfigError, JobError) as error:
             error.add_note(funnel_table(counts(opened)))
             raise
-        last = results[-1]
+        last = results[-1]  # steps that were stopped come last
         if last.stopped_by is not None or last.is_spent:
             return PipelineResult(last.exit_code, last.stopped_by, last.message)
         lines = [funnel_table(counts(opened))]
         if pipeline.exports:
-            with opened.alone():
+            with opened.alone():  # other processes may run the same pipeline in this folder
                 lines += make_exports(opened)
+        # Pushes take long, and do not write into the folder, so they need no lock.
         lines += push_all(opened, lambda line: print(line, file=sys.stderr))
         has_report = any(step.config.output.report for step in pipeline.steps.values())
         if has_report and not is_url(pipeline.out):

@@ -179,8 +179,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts = [f"{rows:,} of {total:,} answers ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
-    if job.status == "complete" and job.totals.until:
-        facts.append(until_line(job.totals))
+    if (until := until_line(job)) is not None:
+        facts.append(until)
     if job.rows_copied:
         facts.append(f"{job.rows_copied:,} copied")
     if job.status != "complete" and job.rows_recorded:
@@ -244,8 +244,8 @@ def end_table(
         lines.append(("sampling", sampling_text(job.sampling)))
     if totals.constraint:
         lines.append(("constraint", _outcomes(totals.constraint)))
-    if totals.until:
-        lines.append(("until enough", until_line(totals)))
+    if (until := until_line(job)) is not None:
+        lines.append(("until enough", until))
     if strategy is not None:
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
@@ -309,10 +309,13 @@ def _outcomes(counts: Mapping[str, int]) -> str:
     return f"{', '.join(texts)} of {sum(constrained.values()):,} constrained rows"
 
 
-def until_line(totals: Totals) -> str:
+def until_line(job: JobSummary) -> str | None:
     """The number of rows of a job with `sampling.until` that got enough valid samples, and how the
-    others ended."""
-    until = totals.until
+    others ended. None for other jobs, and until the job is complete: a row gets its outcome when
+    its shard is published, and metrics.json counts these shards at the end."""
+    totals, until = job.totals, job.totals.until
+    if job.status != "complete" or not until:
+        return None
     rows = sum(until[name] for name in OUTCOMES)
     text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"
     text += "".join(f", {until[name]:,} {name}" for name in OUTCOMES[1:] if until[name])

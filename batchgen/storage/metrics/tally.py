@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.storage.shards.enough import OUTCOME, VALID
-from batchgen.storage.shards.enough import OUTCOMES as ROW_OUTCOMES
+from batchgen.storage.shards.enough import OUTCOMES as UNTIL_OUTCOMES
 from batchgen.storage.shards.row_order import SAMPLE_COLUMN
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ OUTCOMES = {
     "unconstrained": "without a constraint",
     "error": "without an answer",
 }
-"""The ways in which a row of a job with a constraint can end, and their meanings."""
+"""The ways in which a row of a job with a constraint can end, and their meanings. Rows of a job
+with `sampling.until` have outcomes too, which `UNTIL_OUTCOMES` names."""
 
 
 def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
@@ -54,9 +55,12 @@ class Totals:
         prompt_tokens, generated_tokens: sums over all rows.
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
         constraint: the number of rows for each of OUTCOMES; empty if the job has no constraint.
-        until: in published shards, the number of input rows for each of `shards.enough.OUTCOMES`,
-            and the number of samples that are `valid`; empty without `sampling.until`.
-        cut_in: channel → the number of rows that ended in it by `length`; empty without channels.
+        until: the number of input rows for each of `shards.enough.OUTCOMES`, and the number of
+            samples that are `valid`; empty without `sampling.until`. Input rows get an outcome when
+            their shard is published. While a job runs, only those of shards from earlier attempts
+            are counted; a complete job counts all of its shards again.
+        cut_in: channel → the number of rows that ended in it by `length`. Channels are the parts of
+            an answer, such as its reasoning and its final text; empty without channels.
     """
 
     rows: int = 0
@@ -105,7 +109,7 @@ class Tally:
         self._constrained = constrained
         self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         satisfied = ["constraint_satisfied"] if constrained else []
-        self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
+        self._until = dict.fromkeys([*UNTIL_OUTCOMES, VALID], 0) if until else {}
         until_columns = [SAMPLE_COLUMN, OUTCOME, VALID] if until else []
         self._channels, self._cut_in = [_CHANNEL] if channels else [], Counter[str]()
         known = ["finish_reason", "error", *self._sums, *satisfied, *until_columns]
@@ -145,12 +149,13 @@ class Tally:
             _count(self._cut_in, table[_CHANNEL].filter(is_cut).drop_null())
         if self._until:
             self._until[VALID] += pc.sum(table[VALID]).as_py() or 0
+            # All samples of an input row have its outcome, or null in a journal: sample 0 counts.
             first = table[OUTCOME].filter(pc.equal(table[SAMPLE_COLUMN], 0)).drop_null()
             for item in pc.value_counts(first).to_pylist():
                 self._until[item["values"]] += item["counts"]
 
     def add(self, rows: Sequence[FinishedRow]) -> None:
-        """Count rows that have just finished."""
+        """Count rows that have just finished. They have no outcome of `sampling.until` yet."""
         reasons = [row.finish_reason for row in rows]
         outputs = [row.output for row in rows]
         answers = [output for output in outputs if output is not None]

@@ -22,11 +22,10 @@ class Timeline:
 
     def __init__(self, points: Sequence[Sequence[float]] = (), rows: int = 0) -> None:
         """Continue the `points` of earlier processes, which had written `rows` output rows."""
-        self._points: list[Point] = [(p[0], int(p[1]), int(p[2])) for p in points]
-        last = self._points[-1] if self._points else (0.0, 0, 0)
-        self._seconds, self._tokens = last[0], last[2]
+        self._points: list[Point] = [(s, int(rows), int(tokens)) for s, rows, tokens in points]
+        self._seconds, _, self._tokens = self._points[-1] if self._points else (0.0, 0, 0)
         self._rows = rows
-        self._interval = max(_FIRST_INTERVAL, last[0] / MOST_POINTS)
+        self._interval = max(_FIRST_INTERVAL, self._seconds / MOST_POINTS)
         self._next = 0.0
 
     def due(self, seconds: float) -> bool:

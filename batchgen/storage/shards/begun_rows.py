@@ -134,7 +134,7 @@ class BegunRows:
                 parts: tuple[tuple[pa.RecordBatch, int], ...] = ()
             elif before is not None and (before.key, before.length) == (key, start):
                 parts = before.parts
-            else:
+            else:  # the record before is missing, or is of another request
                 continue
             length = start + int(lengths[index])
             chains[attempt] = _Chain(key, length, (*parts, (batch, index)))

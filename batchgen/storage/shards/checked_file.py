@@ -30,6 +30,7 @@ Source = Path | RawIOBase
 """A file: a path, or a file object whose `str` is its URL (`Storage.parquet`)."""
 _MARK = b"\xb6sums\x01\r\n"
 _END = struct.Struct("<I4s")  # follows the footer: the footer's length, and b"PAR1"
+_SUM_BYTES = 4  # of a checksum
 _AT_ONCE = 2**20  # bytes that are digested at a time
 _MOST_AT_END = 64 * 2**10  # bytes at the end of a file, which pyarrow reads first
 
@@ -144,11 +145,13 @@ class CheckedFile:
         if len(at_end) < _END.size or not at_end.endswith(b"PAR1"):
             return None  # not a Parquet file, which pyarrow reports
         length, _ = _END.unpack(at_end[-_END.size :])
-        end_of_sums: int = size - _END.size - length - len(_MARK) - 4
+        end_of_sums: int = size - _END.size - length - len(_MARK) - _SUM_BYTES
         if end_of_sums >= 0:
+            # The footer's checksum, _MARK, and the footer with _END.
             content = self._bytes.pread(end_of_sums, size - end_of_sums)
-            if content[4:].startswith(_MARK):
-                if content[:4] == _sum(content[4 + len(_MARK) :]):
+            footer_sum, rest = content[:_SUM_BYTES], content[_SUM_BYTES:]
+            if rest.startswith(_MARK):
+                if footer_sum == _sum(rest.removeprefix(_MARK)):
                     return end_of_sums
                 raise damaged(self._source, "its footer differs from what was written")
         if _MARK in at_end:
@@ -158,8 +161,9 @@ class CheckedFile:
     def _read_sums(self, end: int) -> list[bytes]:
         """The checksums of the chunks, which end at the offset `end`."""
         count = self.metadata.num_row_groups * self.metadata.num_columns
-        content = self._bytes.pread(end - 4 * count, 4 * count)
-        return [content[4 * i : 4 * i + 4] for i in range(count)]
+        content = self._bytes.pread(end - _SUM_BYTES * count, _SUM_BYTES * count)
+        starts = range(0, _SUM_BYTES * count, _SUM_BYTES)
+        return [content[start : start + _SUM_BYTES] for start in starts]
 
     def _check(self, group: int, columns: Sequence[str] | None) -> None:
         """Read the chunks of some columns and compare them with their checksums. They are kept for
@@ -174,7 +178,7 @@ class CheckedFile:
             name = chunk.path_in_schema
             around = accumulate(name.split("."), "{}.{}".format)  # the column and its parents
             if wanted is None or not wanted.isdisjoint(around):
-                start, length = _place(chunk)
+                start, length = _byte_range(chunk)
                 content = self._bytes.held[start] = self._bytes.pread(start, length)
                 if _sum(content) != self._sums[group * meta.num_columns + number]:
                     why = f"row group {group}: column {name} differs from what was written"
@@ -193,7 +197,7 @@ def seal(path: Path) -> None:
     groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
     chunks = [group.column(number) for group in groups for number in range(meta.num_columns)]
     with path.open("r+b", buffering=0) as file:
-        sums = [_sum(_pread(file, *_place(chunk))) for chunk in chunks]
+        sums = [_sum(_pread(file, *_byte_range(chunk))) for chunk in chunks]
         start = path.stat().st_size - _END.size - meta.serialized_size
         footer = _pread(file, start, meta.serialized_size + _END.size)
         file.seek(start)
@@ -269,9 +273,7 @@ class _Bytes(RangeFile):
         try:
             return _pread(self._file, start, length)
         except OSError:
-            self._file = (
-                None  # open the file again next time, in case a file server lost the handle
-            )
+            self._file = None  # opened again next time, in case a file server lost the handle
             raise
 
 
@@ -284,7 +286,7 @@ def _pread(file: Any, start: int, length: int) -> bytes:
     return content
 
 
-def _place(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+def _byte_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     """The offset of a column chunk, and its bytes."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:

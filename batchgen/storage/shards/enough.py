@@ -42,14 +42,22 @@ ENOUGH_COLUMNS = (
         pa.string(),
         "enough: the row has sampling.until.valid valid samples, or the interval of their share is "
         "as narrow as sampling.until.width; exhausted: neither, with sampling.until.most samples; "
-        "failed: nothing could be sampled. The same in all samples of a row; null or failed in a "
-        "journal",
+        "failed: nothing could be sampled. The same in all samples of a row; null or failed until "
+        "all rows of the shard are finished",
     ),
-    (NUM_VALID, pa.int32(), "how many samples of the row are valid; null in a journal"),
-    (NUM_SAMPLES, pa.int32(), "how many samples the row has; null in a journal"),
+    (
+        NUM_VALID,
+        pa.int32(),
+        "how many samples of the row are valid; null until all rows of the shard are finished",
+    ),
+    (
+        NUM_SAMPLES,
+        pa.int32(),
+        "how many samples the row has; null until all rows of the shard are finished",
+    ),
 )
-"""The columns of jobs with `sampling.until`. The last three follow from all samples of a row, and
-are filled when the shard is published."""
+"""The columns of jobs with `sampling.until`: name, type and meaning. The last three follow from all
+samples of a row, and are filled when the shard is published."""
 FAILED = "failed"
 OUTCOMES = ("enough", "exhausted", FAILED)
 METADATA = b"batchgen.until"
@@ -138,8 +146,8 @@ class Enough:
         """
         leading = np.logical_and.accumulate(done, axis=1)
         ends = self.is_reached(_so_far(valid, axis=1), self._numbers) | failed
-        ends[:, -1] = True
-        ends &= leading
+        ends[:, -1] = True  # a row ends at its `most`-th sample in any case
+        ends &= leading  # not known beyond the first sample that is missing
         kept: Ints = np.where(ends.any(axis=1), np.argmax(ends, axis=1) + 1, 0)
         return kept
 
@@ -207,14 +215,15 @@ class KeptRows:
         valid, failed = marks_of(marks)
         # A key is the row's index, shifted by 31 bits, and the sample. `group` numbers the input
         # rows.
-        first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]
+        first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]  # cut: no rows
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
         so_far = _so_far(valid)
         # For each sample, the number of valid samples in the shard before its row.
         before: Ints = (so_far - valid)[starts][group]
-        numbers = np.arange(1, len(group) + 1) - starts[group]
-        reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))
+        # The number of each sample within its row, from 1. `is_reached` knows up to `most` samples.
+        numbers = np.minimum(np.arange(1, len(group) + 1) - starts[group], enough.most)
+        reached = enough.is_reached(so_far - before, numbers)
         ends = reached | failed
         # A sample is kept if no earlier sample of its row ends the row.
         earlier: Ints = np.cumsum(ends) - ends
@@ -225,7 +234,7 @@ class KeptRows:
         fails = np.bincount(kept, failed[self.indices], len(starts)) > 0
         self._sizes, self._valids = sizes[kept], valids[kept]
         is_enough = enough.is_reached(valids, np.maximum(sizes, 1))
-        outcomes = np.where(fails, 2, np.where(is_enough, 0, 1))
+        outcomes = np.where(fails, 2, np.where(is_enough, 0, 1))  # indices into OUTCOMES
         self._outcomes = outcomes[kept]
 
     def filled(self, table: pa.Table, at: slice) -> pa.Table:

@@ -33,6 +33,7 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError
 
 _FRAME = struct.Struct("<II")
+# Shard, worker, number of the file among the worker's files of the shard, and kind.
 _NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?(\.journal|\.begun)")
 
 
@@ -72,7 +73,7 @@ class Journal:
         if attempt is None:
             attempt = max(least_attempt, 1 + max(attempts_in(self._storage.names(folder))))
         self.attempt = attempt
-        self._own: set[Path] = set()
+        self._written_here: set[Path] = set()  # the files that this worker has written
         # (kind, shard) → the number of this worker's file that is being written.
         self._parts: dict[tuple[str, int], int] = {}
         self._unsynced: set[Path] = set()
@@ -104,7 +105,7 @@ class Journal:
         return [
             path
             for path in self._files[kind].get(shard, ())
-            if include_own or path not in self._own
+            if include_own or path not in self._written_here
         ]
 
     def append(self, shard: int, batch: pa.RecordBatch, kind: str = FINISHED) -> None:
@@ -121,17 +122,16 @@ class Journal:
         files = self._files[kind].setdefault(shard, [])
         data = _frame(batch.serialize())
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        if path not in self._own:
+        if path not in self._written_here:
             self._storage.confirm()
-            self._own.add(path)
+            self._written_here.add(path)
             files.append(path)
             schema = self._schemas[kind]
             assert schema is not None
             data = _frame(schema.serialize()) + data
             flags |= os.O_CREAT
         # The file is opened for each batch, because a job with small shards may have more
-        # incomplete
-        # shards than a process may have open files.
+        # incomplete shards than a process may have open files.
         try:
             fd = os.open(path, flags, 0o666)
             try:
@@ -168,7 +168,7 @@ class Journal:
         if ended is None:
             return
         for path in ended:
-            shard, _, part = _place(path)
+            shard, _, part = _numbers(path)
             self._parts[path.suffix, shard] = part + 1
         self._unsynced.clear()
 
@@ -189,7 +189,7 @@ def journal_files(
     for name in names:
         if (match := _NAME.fullmatch(name)) and match[4] == kind:
             files.setdefault(int(match[1]), []).append(folder / name)
-    return {shard: sorted(files[shard], key=_place) for shard in sorted(files)}
+    return {shard: sorted(files[shard], key=_numbers) for shard in sorted(files)}
 
 
 def attempts_in(names: Iterable[str]) -> list[int]:
@@ -199,10 +199,11 @@ def attempts_in(names: Iterable[str]) -> list[int]:
 
 def journal_worker(path: Path) -> int:
     """The number of the worker that wrote a journal file."""
-    return _place(path)[1]
+    _, worker, _ = _numbers(path)
+    return worker
 
 
-def _place(path: Path) -> tuple[int, int, int]:
+def _numbers(path: Path) -> tuple[int, int, int]:
     """The shard and the worker of a journal file, and its number among the worker's files of the
     shard."""
     match = _NAME.fullmatch(path.name)

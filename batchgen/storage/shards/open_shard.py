@@ -163,7 +163,8 @@ class OpenEnoughShard(OpenShard):
 
     def take_others(self, rows: pa.RecordBatch, *, errors_count: bool, attempt: int) -> None:
         super().take_others(rows, errors_count=errors_count, attempt=attempt)
-        self._count(np.unique(self.indices(rows)[0]))
+        row_indices, _ = self.indices(rows)
+        self._count(np.unique(row_indices))
 
     def is_by_others(self, row_index: int, sample: int) -> bool:
         """Whether a sample is not needed any more: another worker has written it, or the row has
@@ -189,9 +190,8 @@ class OpenEnoughShard(OpenShard):
             return []
         done, valid = self.done[row], self._valid[row]
         rate, num_done = None, int(done.sum())
-        if (
-            ahead and num_done
-        ):  # the expected rate after these samples (rule of succession, Laplace)
+        if ahead and num_done:
+            # The expected rate after these samples, by Laplace's rule of succession.
             rate = (int(valid.sum()) + 1) / (num_done + 2)
         return self._enough.wanted(done, valid, begun, rate)
 
@@ -205,10 +205,11 @@ class OpenEnoughShard(OpenShard):
         """Note whether the samples `at` are valid or have an error, unless a later attempt has
         written them."""
         newer = self._by[at] <= attempt
-        at = at[0][newer], at[1][newer]
+        row_indices, samples = (indices[newer] for indices in at)
+        at = row_indices, samples
         self._by[at] = attempt
         self._valid[at], self._failed[at] = valid[newer], failed[newer]
-        self._count(np.unique(at[0]))
+        self._count(np.unique(row_indices))
 
     def _count(self, rows: npt.NDArray[np.int64]) -> None:
         """Compute the number of samples that these rows keep, from their flags."""

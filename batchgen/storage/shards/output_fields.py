@@ -15,6 +15,7 @@ from batchgen.util.text.row_json import AS_GIVEN
 
 SCHEMA_VERSION = "1"
 TEXT = "text"
+# (name, type, meaning) of the columns before and after those of the data set.
 _BEFORE = (
     ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
     ("row_index", pa.int64(), "position of the row in the dataset, from 0"),
@@ -53,7 +54,8 @@ _OF_CHANNELS = {
     "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
     "length, constraint_conflict or error",
 }
-"""The meanings of columns in jobs whose answers have channels."""
+"""The meanings of columns in jobs whose answers have channels: parts such as the reasoning and the
+final text."""
 REASONING, CHANNEL = "reasoning", "channel"
 """Names of columns in `SplitOutput.columns`."""
 SATISFIED = "constraint_satisfied"

@@ -174,18 +174,18 @@ class OutputSchema:
         check_clashes(passthrough.names, [*extra, *more], text_column)
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
-        after[1:1] = extra
+        after[1:1] = extra  # other texts come after the text, which is the first
         fields = fields_before() + copied_fields(passthrough) + after + more
         schema = pa.schema(fields, metadata=metadata)
         return OutputSchema(
-            schema,
-            tuple(passthrough.names),
-            tuple(columns),
-            tuple(count.name for count in counts),
-            parsed,
-            text_column,
-            tuple(column.name for column in extra),
-            enough,
+            arrow=schema,
+            passthrough=tuple(passthrough.names),
+            columns=tuple(columns),
+            counts=tuple(count.name for count in counts),
+            parsed=parsed,
+            text_column=text_column,
+            extra=tuple(column.name for column in extra),
+            enough=enough,
         )
 
     @property

@@ -65,8 +65,8 @@ class Extent:
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The state that a session's first worker found. The other workers read it instead of all
-    shards and journals.
+    """The state that a session's first worker found. A session is the time in which workers run
+    the job together. The other workers read this state instead of all shards and journals.
 
     Attributes:
         extents: shard → its published rows.

@@ -258,6 +258,7 @@ class Manifest:
         before, after = self.fingerprints.get(_DATASET), new.fingerprints.get(_DATASET)
         if before == after:
             return None
+        # The number of rows that the job had before, and that it has now.
         rows, now = self.growing.get(ROWS), new.growing.get(ROWS)
         if self.row_digests is None or rows is None or now is None:
             line = f"fingerprint.{_DATASET}: {before or '(not set)'} → {after or '(not set)'}"

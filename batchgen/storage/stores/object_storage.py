@@ -138,7 +138,8 @@ class ObjectStorage:
         """End journal files and upload them."""
         self._raise_failure()
         now = time.monotonic()
-        shards = {path.name.split(".")[0] for path in files if path.suffix == FINISHED}
+        # `part-00003` of part-00003.0001.journal
+        shards = {path.name.partition(".")[0] for path in files if path.suffix == FINISHED}
         is_new = not shards <= self._announced
         if force or is_new or now - self._last_sync >= SYNC_SECONDS:
             self._announced |= shards
@@ -293,7 +294,9 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
     here = f"batchgen-{hashlib.sha256(machine().encode()).hexdigest()[:8]}-"
     with _making:
         for path in Path(tempfile.gettempdir()).glob(f"{here}*"):
-            pid, _, since = path.name.removeprefix(here).rpartition("-")[0].partition("-")
+            # batchgen-MACHINE-PID-STARTED-RANDOM, see below
+            owner, _, _ = path.name.removeprefix(here).rpartition("-")
+            pid, _, since = owner.partition("-")
             # Other users may make files with such names there.
             if pid.isascii() and pid.isdecimal() and started(int(pid)) != since:
                 shutil.rmtree(path, ignore_errors=True)

@@ -54,7 +54,9 @@ class RowExpression:
             self._read = {name: fields_read(tree, name) for name in names}
             self._template = env.from_string(tree)
         except TemplateError as error:  # the syntax, an unknown filter, a bound
-            raise ConfigError(f"{key}: {env.said(error)} (in {beginning(source, 80)!r})") from None
+            raise ConfigError(
+                f"{key}: {env.message_of(error)} (in {beginning(source, 80)!r})"
+            ) from None
         variables = {*columns, *OWN_NAMES}
         self._globals = {
             n: env.globals[n] for n in names if n in env.globals and n not in variables

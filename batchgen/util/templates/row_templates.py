@@ -58,9 +58,9 @@ class RowTemplate:
             tree = env.parse(source)
             self._template = env.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"{key}, line {error.lineno}: {env.said(error)}") from None
+            raise ConfigError(f"{key}, line {error.lineno}: {env.message_of(error)}") from None
         except TemplateError as error:  # an unknown filter or test
-            raise ConfigError(f"{key}: {env.said(error)}") from None
+            raise ConfigError(f"{key}: {env.message_of(error)}") from None
         _check_braces(key, tree, columns)
         # Each render copies the globals, and a dict is much faster to copy than Jinja's mapping.
         self._template.globals = dict(self._template.globals)

@@ -43,7 +43,7 @@ def sized(value: Any) -> Any:
     return value
 
 
-GUARD_FILTERS = {_ROUND: _round, _PRINTED: _printed, _SIZED: sized, _MADE: bounds.made}
+GUARD_FILTERS = {_ROUND: _round, _PRINTED: _printed, _SIZED: sized, _MADE: bounds.count_made}
 """Name → guard."""
 
 
@@ -54,6 +54,7 @@ class TreeGuards(NodeTransformer):
         self.generic_visit(node)
         parts = node.find_all((nodes.Output, nodes.Concat, nodes.Call, nodes.Filter))
         data = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+        # A part without `nodes` counts once: `"1"` has the length 1.
         limit = data + bounds.SMALL * sum(len(getattr(part, "nodes", "1")) for part in parts)
         step = _filtered(nodes.Const(1 + limit), _ROUND, node.lineno)
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))

@@ -76,7 +76,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= GUARD_FILTERS
         self.tests |= {name: _sized_test(self.tests[name]) for name in _COMPARING}
 
-    def said(self, error: TemplateError) -> str:
+    def message_of(self, error: TemplateError) -> str:
         """Return Jinja's message about a template. If the name of a filter or test seems
         misspelled, a suggestion is added."""
         message = error.message or type(error).__name__
@@ -134,7 +134,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if type(left) is str and type(right) is str and operator == "+":
-            return bounds.made(left + right)  # at most twice as long as the longer text
+            return bounds.count_made(left + right)  # at most twice as long as the longer text
         bounds.before_operator(operator, left, right)
         return self.binop_table[operator](left, right)
 
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             else:
                 for argument in args:
                     sized(argument)
-        return bounds.made(super().call(__context, __obj, *args, **kwargs))
+        return bounds.count_made(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -185,7 +185,7 @@ def _bounded(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
             if reads_all:
                 args = (*args[:at], _with_length(args[at]), *args[at + 1 :])
             bounds.before_filter(name, args[at], [*args[at + 1 :], *kwargs.values()])
-        return bounds.made(f(*args, **kwargs))
+        return bounds.count_made(f(*args, **kwargs))
 
     return bounded
 

@@ -35,7 +35,8 @@ class _Loader(_BASE):  # type: ignore[misc]
     special value."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [(f"{_CORE}str", _SIXTIES), *(r for r in resolvers if r[0] in _IMPLICIT)]
+        # The first character of a text → (tag, pattern) of the types that it may have.
+        first: [(f"{_CORE}str", _SIXTIES), *((t, p) for t, p in resolvers if t in _IMPLICIT)]
         for first, resolvers in _BASE.yaml_implicit_resolvers.items()
     }
 
@@ -170,7 +171,7 @@ class _Size:
         if anchor is not None:
             self._anchored[anchor] = size
         if self._open:
-            outer = self._open[-1][0]
+            outer, _ = self._open[-1]
             outer.depth = max(outer.depth, size.depth + 1)
 
     def _add(self, size: _Counted, where: str) -> None:
@@ -178,7 +179,7 @@ class _Size:
         for counted in (self._all, *(outer for outer, _ in self._open)):
             counted.values += size.values
         if self._open:
-            outer = self._open[-1][0]
+            outer, _ = self._open[-1]
             outer.depth = max(outer.depth, size.depth + 1)
         if self._all.values > MOST_VALUES:
             raise ConfigError(

@@ -61,7 +61,7 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
     parts, end_of_text = [], 0
-    for start, end in kept(len(text), limit, spans):
+    for start, end in shown_ranges(len(text), limit, spans):
         if start > end_of_text:
             parts.append(GAP.format(f"{start - end_of_text:,}"))
         inside = sorted(at for at in cuts if start < at < end)
@@ -73,7 +73,7 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
     return join_html(parts)
 
 
-def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
+def shown_ranges(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """Return the ranges of a text that are shown, in order and without overlaps."""
     if limit is None or length <= limit:
         return [(0, length)]

@@ -10,6 +10,7 @@ from batchgen.util.hidden import visible
 from batchgen.util.shorten import both_ends
 
 Line = tuple[str, str]
+"""The name and the value in a line of a table."""
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
 """Value of `score.cut_texts` → what it means for truncated texts, in words."""
 _NAME = 32
@@ -99,8 +100,9 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     lines = [(scores.get("column", "score"), _average(scores["avg"], as_text))]
     if (chance := scores.get("chance")) is not None:
         lines.append(("chance", f"{percent_text(chance)} of random guesses would be right"))
-    if (value_range := scores.get("range")) is not None:
-        lines.append(("range", f"{as_text(value_range[0])} to {as_text(value_range[1])}"))
+    if (bounds := scores.get("range")) is not None:
+        low, high = map(as_text, bounds)
+        lines.append(("range", f"{low} to {high}"))
     lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):

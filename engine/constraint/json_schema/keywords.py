@@ -113,7 +113,7 @@ def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
                 "is allowed only at the root, since it changes what references point to",
             )
         if keyword not in KNOWN and keyword not in REFUSED and not keyword.startswith("x-"):
-            [*near] = get_close_matches(keyword, KNOWN, 1)
+            near = get_close_matches(keyword, KNOWN, 1)
             hint = f"did you mean `{near[0]}`? If not, remove it" if near else "remove it"
             raise refuse(keyword, at, f"is not a keyword of JSON Schema: {hint}, or begin it x-")
 

@@ -75,6 +75,7 @@ def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
     match keyword:
         case "type":
             types = _types(a) & _types(b)
+            # An integer is a number, too, so `integer` and `number` have it in common.
             if "number" not in types and "number" in _types(a) | _types(b):
                 types |= {"integer"} & (_types(a) | _types(b))
             if not types:

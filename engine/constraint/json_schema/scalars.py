@@ -123,6 +123,7 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
         )
     if not bounded:
         return lowered | {"multipleOf": int(step)}
+    # From the first multiple that is at least `low`.
     values = list(range(low + -low % int(step), high + 1, int(step)))
     if not 1 <= len(values) <= 10_000:
         raise refuse("multipleOf", at, f"has {len(values)} values in its range: allow 1 to 10000")

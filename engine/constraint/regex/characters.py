@@ -18,6 +18,7 @@ def union(*sets: Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all code points of Unicode (up to U+10FFFF) that are not in a set."""
+    # A gap lies between the end of one range and the start of the next.
     edges = [-1, *(edge for pair in union(ranges) for edge in pair), 0x110000]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return [(low + 1, high - 1) for low, high in gaps if high - low > 1]
@@ -63,6 +64,7 @@ CLASSES: dict[str, tuple[Ranges, Ranges]] = {
 }
 r"""Maps the letter of a class such as `\d` to its characters in every dialect, and in at least
 one."""
+# `\D` has in every dialect what `\d` has in none, and the other way round.
 CLASSES |= {
     name.upper(): (complement(some), complement(every)) for name, (every, some) in CLASSES.items()
 }

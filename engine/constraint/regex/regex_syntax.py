@@ -205,6 +205,7 @@ class _Parser:
             if self.peek("-") and not self.peek("-]"):
                 self.take("-")
                 last, _ = self.member()
+                # Both ends of a range are single characters, or Python would have refused it.
                 every = some = [(every[0][0], last[0][0])]
             in_every, in_some = union(in_every, every), union(in_some, some)
         return complement(in_some) if negated else in_every

@@ -1,9 +1,10 @@
 """A mixer with a causal convolution over the tokens of rows, whose newest inputs are part of the
 rows' states. Base class of `Recurrence` and `ShortConv`.
 
-A row's *state* sums up its tokens so far. A decode step does not write it: it appends the token's
-*record*, from which a later step updates the state. *Replayed* tokens are tokens of a prefill that
-are computed like decode steps, so that they get the same bits.
+A row's *state* sums up its tokens so far. A decode step leaves *records* of its tokens, which a
+later step folds into the state, because only then it is known which drafts were accepted.
+*Replayed* tokens are tokens of a prefill that are computed like decode steps, so that they get the
+same bits.
 """
 
 from __future__ import annotations

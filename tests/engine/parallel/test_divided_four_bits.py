@@ -54,5 +54,7 @@ def test_two_ranks_say_what_one_says(folders: dict[str, Path]) -> None:
         columns = (ROUTED_EXPERTS,) if name == "experts" else ()
         case = partial(Case, folder, columns=columns)
         cases.append(case(rows(5)))
-        cases.append(case(rows(5, tokens=2), in_four_bits=torch.bfloat16, tolerance=0.05))
+        cases.append(
+            case(rows(5, tokens=2), in_four_bits=True, dtype=torch.bfloat16, tolerance=0.05)
+        )
     compare(cases, 2)

@@ -64,15 +64,15 @@ class Case:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
     kv_cache_dtype: KVCacheDtype = "auto"
-    in_four_bits: torch.dtype | None = None  # weights stay in 4 bits, for activations in this dtype
+    dtype: torch.dtype = torch.float32
+    in_four_bits: bool = False  # weights stay in 4 bits
 
     @contextmanager
     def engine(
         self, parallel: TensorParallel = ALONE, leader: Leader | None = None
     ) -> Iterator[LLMEngine]:
         options: dict[str, Any] = {"max_model_len": 200, "kv_cache_gib": 0.01, "max_num_seqs": 6}
-        where: dict[str, Any] = {"device": CPU, "parallel": parallel}
-        where["dtype"] = self.in_four_bits or torch.float32
+        where: dict[str, Any] = {"device": CPU, "parallel": parallel, "dtype": self.dtype}
         others = {} if self.draft is None else {"draft": load_model(self.draft, **where)}
         with pytest.MonkeyPatch.context() as patch:
             if self.short_rows:
@@ -82,7 +82,7 @@ class Case:
                 load_format=self.load_format,
                 heads=self.heads,
                 quantization="fp8" if self.native_fp8 else None,
-                native_fp8=self.native_fp8 or self.in_four_bits is not None,
+                native_fp8=self.native_fp8 or self.in_four_bits,
                 vision=self.vision,
                 kv_cache_dtype=self.kv_cache_dtype,
                 **where,

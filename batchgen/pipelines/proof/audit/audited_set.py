@@ -37,7 +37,8 @@ class SetRow(NamedTuple):
 
     Attributes:
         id: its id in the set.
-        job, row_id, sample: its origin.
+        job, row_id, sample: its origin: the folder of a job, and a row and a sample of it. The
+            sample is None if the set has one sample of each row and does not say which.
         stored: its columns, a table of one row.
     """
 
@@ -53,7 +54,8 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
     indices = drawn_rows(rows.total, count, seed)
     chosen = []
     for number, shard in enumerate(rows.shards):
-        stop = shard.first + shard.ends[-1]
+        num_rows = shard.ends[-1]  # where the last of the shard's row groups ends
+        stop = shard.first + num_rows
         here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
@@ -83,6 +85,7 @@ def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifes
         )
     manifest = entry["manifest"]
     groups = {**entry["config"], **{name: manifest["identity"][name] for name in _GROUPS}}
+    # A configuration must have output.dir, which a set does not keep. Nothing is written there.
     return {**groups, "output": {**groups["output"], "dir": "."}}, Manifest(**manifest)
 
 
@@ -124,11 +127,12 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     difference: str | None = "the recomputed row has no such sample"
     for at in range(computed.num_rows):
         sample = computed.slice(at, 1)
+        # If the set does not say which sample it has, it may be any.
         if row.sample in (None, sample[SAMPLE_COLUMN][0].as_py()):
             difference = first_difference(sample, row.stored, names)
             if difference is None:
                 break
-    return AuditedRow(row.id, 1, difference)
+    return AuditedRow(row.id, samples=1, difference=difference)
 
 
 def _is_copied(expected: pa.Table, stored: pa.Table) -> bool:

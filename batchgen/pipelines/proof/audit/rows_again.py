@@ -111,8 +111,8 @@ class _OriginalPrompt(Prompt):
     def token_ids(self, row: Row) -> list[int]:
         return self.prompt.token_ids(_base_row(row))
 
-    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        return self.prompt.asked(_base_row(row))
+    def token_ids_and_images(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        return self.prompt.token_ids_and_images(_base_row(row))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchgen import LLM
 from batchgen.api.plugins.harness_requests import (
     EngineAnswers,
-    Scored,
+    ScoreRequest,
     TextRequest,
     cut_left,
     each_once,
@@ -22,7 +22,9 @@ from batchgen.api.plugins.harness_requests import (
 from batchgen.util.errors import ConfigError
 
 SCORED = [
-    Scored(f"choice/{i}/{k}", tuple(range(i + 1)), (5, 6, k)) for i in range(4) for k in range(3)
+    ScoreRequest(f"choice/{i}/{k}", tuple(range(i + 1)), (5, 6, k))
+    for i in range(4)
+    for k in range(3)
 ]
 ASKED = [
     TextRequest(f"sum/{i}/0", (1, 2, i), {"max_new_tokens": 3 + i, "temperature": i % 2, "seed": 0})
@@ -69,6 +71,6 @@ def test_a_long_context_loses_its_first_tokens() -> None:
 def test_an_error_names_its_request(model: Path) -> None:
     with LLM(str(model), device="cpu", max_model_len=8) as llm:
         with pytest.raises(ConfigError, match="long: prompt and answer have 7 and 2 tokens"):
-            EngineAnswers(llm).score([*SCORED[:2], Scored("long", (1,) * 7, (1, 2))])
+            EngineAnswers(llm).score([*SCORED[:2], ScoreRequest("long", (1,) * 7, (1, 2))])
         with pytest.raises(ConfigError, match="long: the prompt has 8 tokens"):
             EngineAnswers(llm).generate([*ASKED[:2], TextRequest("long", (1,) * 8, {})])

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,43 @@ def test_new_rows_come_once_and_none_is_missed(
     look()
     assert len(before) > 4 and len(seen) == len(set(seen))
     assert set(seen) == _keys(folder) - before
+
+
+@pytest.mark.parametrize("change", [{"samples": 2}, {"retry_errors": True, "bad": False}])
+@pytest.mark.parametrize("every", [1, 3, 1000])
+def test_only_new_rows_of_shards_that_are_published_again(
+    every: int, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that grows, or computes its errors again, replaces its shards. It was killed before."""
+    job = FakeJob(str(tmp_path / "out"), rows=30, rows_per_shard=4, max_num_seqs=4, samples=1)
+    job.run()
+    folder, steps, seen = Path(job.out), itertools.count(1), list[tuple[int, int]]()
+    with pytest.raises(RuntimeError):
+        replace(job, **change, fail_at_step=2).run()
+    assert list((folder / "data").iterdir()) and list((folder / "journal").iterdir())
+    before, new = _answers(folder), NewRows(folder)
+    step = FakeEngine.step
+
+    def look() -> None:
+        for batch in new.look():
+            seen.extend(zip(*(batch[name].to_pylist() for name in KEYS), strict=True))
+
+    def step_and_look(engine: FakeEngine) -> Any:
+        if next(steps) % every == 0:
+            look()
+        return step(engine)
+
+    monkeypatch.setattr(FakeEngine, "step", step_and_look)
+    replace(job, **change).run()
+    look()
+    assert len(seen) == len(set(seen))
+    assert set(seen) >= _answers(folder) - before and not set(seen) & before
+
+
+def _answers(folder: Path) -> set[tuple[int, int]]:
+    """The keys of the rows without an error."""
+    rows = JobFolderReader(folder).rows([*KEYS, "error"])
+    return {(r["row_index"], r["sample_index"]) for r in rows if r["error"] is None}
 
 
 def _keys(folder: Path) -> set[tuple[int, int]]:

@@ -14,7 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.config_identity import _FIRST, _NOT_DECIDING, config_identity
+from batchgen.config.compose.config_identity import (
+    _IN_FIRST_VERSION,
+    _NOT_DECIDING,
+    config_identity,
+)
 from batchgen.config.groups.config_keys import choice_values, choices
 from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup
 from batchgen.engine.sampling import sampling_params
@@ -219,4 +223,6 @@ def test_a_new_parameter_at_its_default_is_in_no_key_of_a_row(
 
 
 def test_every_group_of_an_identity_is_in_the_table_of_first_keys() -> None:
-    assert set(_FIRST) == set(config_identity(job("constraint=choice", "constraint.choices=[a]")))
+    assert set(_IN_FIRST_VERSION) == set(
+        config_identity(job("constraint=choice", "constraint.choices=[a]"))
+    )

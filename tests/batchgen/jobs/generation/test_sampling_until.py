@@ -117,6 +117,20 @@ def test_two_workers_share_a_slow_job(tmp_path: Path) -> None:
     assert rows_of(job.out) == expected(every_sample(job, tmp_path / "every"), 2, 6)
 
 
+def test_the_outcomes_of_a_stopped_job_are_not_shown(tmp_path: Path) -> None:
+    """Its metrics do not count those of the shards that its last attempt has published."""
+    job = UntilJob(str(tmp_path / "out"), rows=40, rows_per_shard=4, fail_at_step=30)
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        job.run()
+    reader = JobFolderReader(Path(job.out))
+    assert reader.metrics["until"]["valid"] and list((reader.path / "data").iterdir())
+    about = overview._facts(JobView(reader, "out"), JobSummary.of(reader.metrics, reader.config))
+    assert "until enough" not in dict(about) and "enough" not in status_line(reader, "out")
+    replace(job, fail_at_step=-1).run()
+    about = overview._facts(JobView(reader, "out"), JobSummary.of(reader.metrics, reader.config))
+    assert " of 40 rows have enough" in dict(about)["until enough"]
+
+
 def test_summary_report_and_scores(tmp_path: Path) -> None:
     job = UntilJob(str(tmp_path / "out"), rows=40)
     message = job.run().message
