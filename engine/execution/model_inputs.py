@@ -2,7 +2,8 @@
 states.
 
 `prefill_inputs` and the strategies' `StepInputs` make `ModelInputs` from the scheduler's batches.
-`ModelRunner` passes them to the layers.
+`ModelRunner` passes them to the layers. Models with recurrent layers keep a *state* of each row in
+a *state slot*; a *snapshot* is a copy of a state for the prefix cache.
 """
 
 from __future__ import annotations
