@@ -34,6 +34,10 @@ class OutputTokens:
     # The attention metadata of only these tokens' queries, one entry for each part.
     attention: Sequence[AttentionMetadata]
 
+    def rows(self, residual: Tensor | None) -> Tensor | None:
+        """Return these tokens' rows [R, N] of a residual [T, N]; None stands for zeros."""
+        return None if residual is None else residual[self.index]
+
 
 @dataclass(frozen=True, slots=True)
 class RowMetadata:

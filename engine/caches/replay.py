@@ -57,10 +57,12 @@ def replay_steps(
         replayed: [B], how many of these, the last ones, are replayed.
         before: [B], how many tokens of the row earlier prefills have replayed.
     """
-    left, done = replayed.copy(), before.copy()
-    ends = query_lens.cumsum()
+    left, done = replayed.copy(), before.copy()  # tokens that are still, and already, replayed
+    ends = query_lens.cumsum()  # of each row's tokens among those of the part
     steps = []
     while left.any():
+        # A step of a row ends when `fold` records are pending, or with the row's last token. Rows
+        # with steps of the same width are computed together.
         widths = np.minimum(sizes.fold - done % sizes.fold, left)
         for width in np.unique(widths[left > 0]).tolist():
             rows = np.flatnonzero((left > 0) & (widths == width))
@@ -68,6 +70,7 @@ def replay_steps(
             first = (done[rows] - pending) % sizes.ring
             tokens = (ends[rows] - left[rows])[:, None] + np.arange(width)
             steps.append(_step(slots, rows, tokens.ravel(), pending, first, width, sizes.slots))
+            # Rows that have `fold` pending records now fold them, in a step without tokens.
             is_full = pending + width == sizes.fold
             if is_full.any():
                 full_rows = rows[is_full]

@@ -1,5 +1,12 @@
 """Makes the normal forms of parsed answers: values, points, sets, lists and words. `same_math`
-compares answers by them."""
+compares answers by them.
+
+    `(1, 2)`           a point `(1;2)`, or an interval `(1,2)`
+    `{2, 1}`           `{1;2}`
+    `x = 1 or x = 2`   `{x = 1;x = 2}`, `x in {1;2}`, and `{1;2}` without the name
+    `1:2:3`            `ratio 2:3`, relative to the first part
+    `2x + 1`           its values at four points: `13547/4001 | 6837/4001 | …`
+"""
 
 from __future__ import annotations
 
@@ -142,8 +149,8 @@ def _group(node: Bracketed) -> Forms:
         return forms_of(Matrix(tuple(rows)))
     texts = [f"{node.opening}{inside}{node.closing}"]
     try:
-        texts.append(real_sets.set_text(real_sets.set_of(node)))
-        texts.reverse()
+        # An interval comes before the point that it may also be.
+        texts.insert(0, real_sets.set_text(real_sets.set_of(node)))
     except NotRead:
         if node.opening + node.closing == "[]" and len(items) > 2:
             texts.append(f"({inside})")
@@ -246,6 +253,7 @@ def _words(node: Words) -> Forms:
     return Forms.of(form)
 
 
+# The forms of words that stand for no value, for the empty set, and for all real numbers.
 _MISSING = {f"text {what}" for what in ("does not exist", "dne", "undefined")}
 _NONE = {
     f"text {what}"

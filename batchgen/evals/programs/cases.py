@@ -15,6 +15,7 @@ from typing import Any
 
 _MOST_BYTES = 256 << 20
 """The most bytes of encoded tests after unpacking."""
+# Names of pickle's operations: those that hold a text, and those that may surround one.
 _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
@@ -60,7 +61,7 @@ def _case(test: Mapping[str, Any]) -> Case:
 
 
 def _listed(text: str) -> Any:
-    """The value of a JSON text, or of the JSON text that is packed in it."""
+    """The value of a JSON text, or of the JSON text that is packed in it (see `unpacked`)."""
     try:
         return json.loads(text)
     except ValueError:

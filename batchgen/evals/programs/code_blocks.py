@@ -1,4 +1,5 @@
-"""Finds fenced blocks of code in generated text; `Extract` uses it."""
+"""Finds blocks of code in generated text, between lines of three or more backticks or tildes;
+`Extract` uses it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ def code_spans(text: str) -> list[tuple[int, int]]:
     for match in _FENCE.finditer(text):
         if not marks:
             marks, start = match["marks"], match.end() + 1
+        # A block ends at a line with nothing but the same marks, or more of them.
         elif match[0].strip() == marks or match[0].strip().startswith(marks + marks[0]):
             if text[start : match.start()].strip():
                 spans.append((start, match.start()))

@@ -160,7 +160,7 @@ class Sandbox:
         command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
         for name, value in _ENVIRONMENT.items():
             command += ["--setenv", name, value]
-        command += self._bound
+        command += self._mounts
         command += ["--dir", "/tmp", "--chdir", "/"]
         for path, fd in files.items():
             command += ["--ro-bind-data", str(fd), path]
@@ -168,7 +168,7 @@ class Sandbox:
         return [*command, "--remount-ro", "/", "--"]
 
     @cached_property
-    def _bound(self) -> Sequence[str]:
+    def _mounts(self) -> Sequence[str]:
         """The arguments for the files of this machine that programs can read."""
         python, options = self.interpreter, []
         for folder in _library_folders():

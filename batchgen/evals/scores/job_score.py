@@ -86,6 +86,7 @@ def save_score(job: Path, scores: JobScores) -> None:
     """
     path = job / "metrics.json"
     metrics = json.loads(path.read_text(encoding="utf-8"))
+    # The long lists stay at the end of the file.
     last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
     for key, value in (("score", scores.score), ("adapter_scores", scores.adapters)):
         metrics.pop(key, None)

@@ -106,6 +106,8 @@ class Samples:
         return _CHOICES if any(step.get("method") == "choice" for step in grade) else None
 
     def _keep(self, part: GradePart, rows: pa.Table, grades: pa.Table) -> None:
+        """Keep the samples of a part that was just graded, if these rows and grades have all that
+        they need."""
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if self._valid_of(part) is not None:  # a column that is not read here
@@ -129,7 +131,7 @@ class Samples:
                 )
         valid = self._valid_of(part)
         wanted = [*self.columns, *([] if valid is None else [valid])]
-        wanted += [*(n for n in (config.column, self._choices) if n and n in names)]
+        wanted += [name for name in (config.column, self._choices) if name and name in names]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
         grades = grades_of(part, rows) if graded else rows.select([])
         return self.joined(rows, grades, valid)

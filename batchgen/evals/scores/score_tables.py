@@ -1,4 +1,10 @@
-"""The scores of a job as rows of a table, for CSV and Markdown. `batchgen score` uses it."""
+"""The scores of a job as rows of a table, for CSV and Markdown. `batchgen score` uses it.
+
+    subset,metric,value,low,high,questions
+    ,avg,0.61,0.58,0.64,500
+
+The scores are mappings as `compute_scores` returns them.
+"""
 
 from __future__ import annotations
 

@@ -93,6 +93,7 @@ def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Map
 
 
 def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> dict[str, Any]:
+    """The entry `so_far` of `score_so_far`, from the samples and the lengths of their texts [N]."""
     marks = table["mark"].to_numpy(zero_copy_only=False).astype(np.float64)
     known = np.isfinite(marks)
     total = JobSummary.of(job.metrics).rows_total

@@ -65,4 +65,5 @@ def _beta(x: float, a: float, b: float) -> float:
 
 
 def _away(value: float, tiny: float) -> float:
+    """A divisor that is not 0, as Lentz's method needs it."""
     return value if abs(value) > tiny else tiny

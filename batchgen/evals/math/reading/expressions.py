@@ -1,5 +1,8 @@
 """A parser of mathematical expressions: sums, products, powers, functions, brackets. `Answers` uses
-it for the arithmetic in answers."""
+it for the arithmetic in answers.
+
+    `2x - 1`  →  Call("+", (Call("*", (2, x)), Call("negate", (1,))))
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ from batchgen.evals.math.reading.nodes import (
 from batchgen.evals.math.reading.tokens import SCALES
 from batchgen.evals.math.reading.written_numbers import digit, read_number
 
-_INVERSES = {
+# Names of functions in LaTeX → their names in `Call`.
+_FUNCTION_NAMES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
 }  # fmt: skip
 _OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
+# Opening sign → the closing sign, and the function.
 _FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}
-_APPLIED = set("fghFGH")
+_APPLIED = set("fghFGH")  # letters that name functions, so that `f(x)` is no product
 _MINUS_ONE = Number(Fraction(-1))
 _PERCENT = ("percent", "percentage", "pct")
 
@@ -208,7 +213,7 @@ class Expressions:
             return Call("^", (inner, Number(Fraction(1, 3))))
         base: Node | None = None
         exponent: Node | None = None
-        for _ in range(2):
+        for _ in range(2):  # in either order
             if self.cursor.accept("_"):
                 base = self._argument()
             elif self.cursor.accept("^"):
@@ -218,9 +223,10 @@ class Expressions:
             arguments = (*arguments, base)
         elif base is not None:
             raise NotRead
-        name = _INVERSES.get(name, name)
+        name = _FUNCTION_NAMES.get(name, name)
         if name == "log10":
             name, arguments = "log", (*arguments, Number(Fraction(10)))
+        # `sin^{-1}` is the inverse function, and not the reciprocal.
         if exponent in (_MINUS_ONE, Call("negate", (Number(Fraction(1)),))):
             return Call("a" + name, arguments)
         result = Call(name, arguments)

@@ -1,5 +1,8 @@
-"""Splits the text of an answer into tokens: numbers, letters, words, commands and signs.
-`parser.py` calls `tokens_of`."""
+r"""Splits the text of an answer into tokens: numbers, letters, words, commands and signs.
+`parser.py` calls `tokens_of`.
+
+    `2\sqrt{x} \text{ cm}`  →  number 2, function sqrt, sign {, letter x, sign }, word cm
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ _STRUCTURE = set(
     "subseteq implies iff mid cup cap setminus emptyset reals pm mp".split()
 )
 """Commands that the grammar knows. Any other command is a letter, such as `\\alpha`."""
+# A command whose argument is text.
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
@@ -95,6 +99,8 @@ def tokens_of(text: str, thousands: bool = True) -> list[Token]:
 def _tokens(
     text: str, thousands: bool, before: Token | None = None, quoted: bool = False
 ) -> list[Token]:
+    r"""The tokens of a part of an answer: of the whole, or of the content of a `\text{…}`
+    (`quoted`). `before` is the token before the part."""
     tokens: list[Token] = []
     at, spaced = 0, False
     while at < len(text):
@@ -136,6 +142,8 @@ def _closing(text: str, start: int) -> int:
 
 
 def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | None) -> list[Token]:
+    """The tokens of one match of `_TOKEN`; several only for letters. `previous` is the token before
+    it."""
     if match["number"]:
         number = match["number"].replace(",", "").replace(" ", "")
         return [Token("number", number, spaced, quoted)]
@@ -171,7 +179,7 @@ def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | No
 
 
 def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
-    """Letters without a backslash: a function, a word, or variables one after another."""
+    """Letters without a backslash: a function, a word, or variables one after another (`xy`)."""
     # Without a backslash, `min` means minutes and, in \text, `sec` means seconds.
     is_time = letters == "min" or (quoted and letters == "sec")
     if letters in FUNCTIONS and not is_time:
@@ -191,7 +199,7 @@ def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
 
 
 def _is_value(token: Token | None, letter: str) -> bool:
-    """Whether a token ends a value, so that a letter after it, in \text, is a unit."""
+    r"""Whether a token ends a value, so that a letter after it, in `\text`, is a unit."""
     if token is None:
         return False
     return token.kind == "number" or (letter.islower() and token.text in ("}", ")", "pi"))
