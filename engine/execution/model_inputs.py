@@ -73,7 +73,7 @@ class ModelInputs(Batched):
         return self.lora_slots.repeat_interleave(len(self.input_ids) // self.num_rows)
 
     @property
-    def turned_by(self) -> Tensor:
+    def rotary_positions(self) -> Tensor:
         """The rotary positions of the tokens, [T] or [T, 3]."""
         if self.rope_positions is not None:
             return self.rope_positions
