@@ -43,6 +43,7 @@ WORKLOADS = {
     "gsm8k": Workload(256, (40, 160), (100, 300)),
     "smoke": Workload(16, (20, 60), (16, 48)),
 }
+"""Workloads by name. Lengths are drawn uniformly from the two ranges of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,6 @@ def bare_model(
 ) -> CausalLM:
     """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
     `ShapesOnly` for a GPU."""
-    kind = model_class(config.architecture, Path())
+    model_type = model_class(config.architecture, Path())
     form = chosen_form(config, quantization, Units(fp8=True, four_bits=True))
-    return kind(config, device=device, dtype=torch.bfloat16, form=form)
+    return model_type(config, device=device, dtype=torch.bfloat16, form=form)

@@ -63,6 +63,7 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """The most shared memory of a program, by compute capability (CUDA C++ programming guide)."""
 H200 = {"total_memory": 141 * 2**30, "multi_processor_count": 132}
+"""Properties of the GPU that `pretend` reports, whatever its capability."""
 
 
 class AbsentGPU(DriverBase):  # type: ignore[misc]

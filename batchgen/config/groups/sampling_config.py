@@ -40,6 +40,7 @@ class UntilConfig:
         check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
 
     def _check_width(self, width: float) -> None:
+        """Check the keys of a rule by the width of the interval."""
         if self.valid is not None:
             raise ConfigError(
                 f"sampling.until has valid={self.valid} and width={width:g}: a row ends at a "

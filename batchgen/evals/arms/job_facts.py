@@ -38,6 +38,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, s
 
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a configuration in _GROUPS, as dotted key and text."""
     for group in _GROUPS:
         for key, value in _flat(group, config.get(group)):
             if key != "model.name":  # follows from the path
@@ -45,6 +46,7 @@ def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the values inside a value that are not null, as dotted key and text."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _flat(f"{key}.{name}", item)
@@ -66,6 +68,7 @@ def job_numbers(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers inside a value, with their dotted keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _numbers(f"{key}.{name}" if key else str(name), item)

@@ -51,6 +51,7 @@ def read_cases(value: Any) -> list[Case]:
 
 
 def _case(test: Mapping[str, Any]) -> Case:
+    """One test of an object. Raises ValueError if a key is missing or wrong."""
     stdin, wanted = test.get("input"), test.get("output")
     if not isinstance(stdin, str) or not isinstance(wanted, str):
         raise ValueError(f"a test must have the texts input and output, got {dict(test)!r:.80}")

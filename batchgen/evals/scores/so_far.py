@@ -84,6 +84,7 @@ def _graded(
 
 
 def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yield the text and the fields of each row, as `Grader.grade` takes them."""
     readers = json_readers(batch.schema)
     for row in batch.to_pylist():
         for name, read in readers.items():

@@ -88,14 +88,14 @@ class StepCounts:
 
     def cells(self) -> tuple[str, ...]:
         """The line of the table, as texts."""
-        made, dropped = (
+        num_made, num_dropped = (
             sum(count for _, count in changes) if self.left else None
             for changes in (self.made, self.dropped)
         )
         numbers = [
             self.read,
-            made,
-            dropped,
+            num_made,
+            num_dropped,
             self.rows,
             *((self.answers, self.errors, self.kept) if self.is_begun else ()),
         ]

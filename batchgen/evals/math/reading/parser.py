@@ -53,6 +53,7 @@ def _choice(tokens: list[Token]) -> Node | None:
 
 
 def _choice_of(letter: str, rest: list[Token]) -> Node:
+    """The letter of a choice with its text, which is words if it is not mathematics."""
     if not rest:
         return Symbol(letter)
     try:
