@@ -51,6 +51,7 @@ class EngineRecipe:
     make the same engine.
 
     Attributes:
+        model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
         strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
         context_columns: the names of the output columns that also have values for the tokens of the
