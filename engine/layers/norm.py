@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         if isinstance(stream, Tensor):
             return self(stream), stream
         if isinstance(stream, PendingParts):
-            x, (parts, shared) = stream.residual, stream.take()
+            x, (parts, shared) = stream.rows, stream.take()
             if self._form is None:
                 return rms_norm_of_sum(x, parts, shared, self.weight, self.eps), x
             return self._quantised(x, self._form.powers_of_two, parts, shared), x
@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
         if isinstance(stream, Tensor):
             return add_rms_norm(residual, stream, self.weight, self.eps)
         if isinstance(stream, PendingParts):
-            return add_rms_norm(residual, stream.residual, self.weight, self.eps, *stream.take())
+            return add_rms_norm(residual, stream.rows, self.weight, self.eps, *stream.take())
         return residual.add_(self.of_stream(stream)[0])
 
     def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:

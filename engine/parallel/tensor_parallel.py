@@ -64,14 +64,25 @@ class PendingParts:
     them, in the same launch (`RMSNorm.of_stream`).
 
     Args:
-        residual: [T, H], contiguous; overwritten with the sum.
+        residual: [T, H], contiguous; overwritten with the sum. A dtype stands for zeros of it.
         parts: [P, T, H], the last axis contiguous; as large as a prefill's largest tensors.
         shared: the result of a shared expert, which is added as well; None adds nothing.
     """
 
-    def __init__(self, residual: Tensor, parts: Tensor, shared: SharedPart | None = None) -> None:
+    def __init__(
+        self, residual: Tensor | torch.dtype, parts: Tensor, shared: SharedPart | None = None
+    ) -> None:
         self.residual = residual
         self._added: tuple[Tensor, SharedPart | None] | None = (parts, shared)
+
+    @property
+    def rows(self) -> Tensor:
+        """The residual; zeros if there is none."""
+        if isinstance(self.residual, Tensor):
+            return self.residual
+        assert self._added is not None
+        parts = self._added[0]
+        return torch.zeros(parts.shape[1:], dtype=self.residual, device=parts.device)
 
     def take(self) -> tuple[Tensor, SharedPart | None]:
         """Return and release the parts and the shared expert's result. May be called once. The
@@ -93,7 +104,7 @@ def summed(stream: Stream) -> Tensor:
     if isinstance(stream, PendingSum):
         ones = torch.ones_like(stream.partial[:1]).flatten()
         return stream.normed(ones, 1.0)[1]
-    x, (parts, shared) = stream.residual, stream.take()
+    x, (parts, shared) = stream.rows, stream.take()
     rms_norm_of_sum(x, parts, shared, torch.ones_like(x[:1]).flatten(), 1.0)
     return x
 

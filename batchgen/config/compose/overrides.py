@@ -1,4 +1,7 @@
-"""Parses the arguments `key=value` of the command line, and explains wrong ones."""
+"""Parses the arguments `key=value` of the command line, and explains wrong ones.
+
+`+model.x=1`  →  Override("+model.x=1", sign="+", key="model.x", text="1")
+"""
 
 from __future__ import annotations
 

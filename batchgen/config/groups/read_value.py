@@ -143,6 +143,7 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
 
 
 def _list(text: str, item: Any, escapes: bool) -> Any:
+    """Read a list whose items have the type `item`: `[a, "b"]`, `a,b`, or one text."""
     short, form = text.strip(), type_form(item)[0]
     if short.startswith("["):
         return _finish(_Brackets(short).whole(), form, escapes)
@@ -227,6 +228,7 @@ class _Brackets:
         return rest
 
     def _value(self, stop: str) -> Any:
+        """Read a list, a mapping, or a text that ends before a comma or the sign `stop`."""
         rest = self._rest()
         if rest.startswith("["):
             return self._items("]")
@@ -235,6 +237,7 @@ class _Brackets:
         return self._text_before(stop)
 
     def _text_before(self, stop: str) -> str | _Bare:
+        """Read a text, in quotes or up to a comma or the sign `stop`."""
         rest = self._rest()
         if quoted := _QUOTED.match(rest):
             self._at += quoted.end()
@@ -272,6 +275,7 @@ class _Brackets:
                 )
 
     def _pair(self, before: list[Any]) -> tuple[str, Any]:
+        """Read `key: value`. `before` are the pairs of the mapping that were read so far."""
         key_text = self._text_before(":")
         key = key_text.text if isinstance(key_text, _Bare) else key_text
         if not self._rest().startswith(":"):

@@ -1,4 +1,5 @@
-"""Reads the templates of prompts, which a configuration gives as text or as files."""
+"""Reads the templates of prompts, which a configuration gives as text or as files, for
+`prompt_config.py`."""
 
 from __future__ import annotations
 

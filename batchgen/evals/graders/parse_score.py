@@ -203,6 +203,7 @@ class ChoiceScore(TextStep):
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _score(self, scores: Sequence[float] | None) -> float | None:
+        """The probability of `choice`, or the expected value of the choices."""
         choices = self.choices or ()
         if not scores or len(scores) != len(choices):
             return None

@@ -113,6 +113,7 @@ class GradingQueue:
             self._process.stdin.write(b"\n")
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process that grades, see `main`."""
         config = self._config
         setup = {
             "path": sys.path,

@@ -142,7 +142,7 @@ def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
 
 
 def _title_case(text: str, args: InstructionArguments) -> bool:
-    """No word of letters begins with a small letter."""
+    """No word begins with a small letter, unless the rest has both cases (iPhone)."""
     words = [word for word in tokens(text) if word[0].isalpha()]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())

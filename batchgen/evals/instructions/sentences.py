@@ -1,5 +1,8 @@
 """Splits English text into words and sentences by rules, without models or downloads, for the
-checks of IFEval and IFBench."""
+checks of IFEval and IFBench.
+
+    "Dr. Smith paid $3.50. He left!"  →  ["Dr. Smith paid $3.50.", "He left!"]
+"""
 
 from __future__ import annotations
 

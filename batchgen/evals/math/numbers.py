@@ -107,6 +107,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def _integer_power(base: Value, exponent: int) -> Value:
+    """The power, exact if it is not too long. Raises Undefined if it is too large."""
     if isinstance(base, Fraction):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) <= _MOST_BITS:
@@ -134,6 +135,7 @@ def _root(value: Value, degree: int) -> Value:
 
 
 def _exact_root(number: int, degree: int) -> int | None:
+    """The root of an integer, if it is an integer; None if not, or if it would take long."""
     if degree == 2:
         root = math.isqrt(number)
     elif number.bit_length() > 1000:

@@ -201,6 +201,7 @@ def _variable(node: Node) -> set[str]:
 
 
 def _set_of_chain(node: Relation) -> Pieces:
+    """The set that a chain of relations describes: `0 < x < 1` is that of both relations."""
     if node.names == ("in",) and isinstance(node.sides[0], Symbol):
         return set_of(node.sides[1])
     if len(_variable(node)) != 1:

@@ -62,6 +62,7 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _pipe() -> Iterator[_Pipe]:
+    """A new pipe, whose open ends are closed at the end of the context."""
     pipe = _Pipe(*os.pipe())
     try:
         yield pipe

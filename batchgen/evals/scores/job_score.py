@@ -1,4 +1,5 @@
-"""Computes the scores of a job from its rows and their grades, and stores them in metrics.json."""
+"""Computes the scores of a job from its rows and their grades, and stores them in metrics.json.
+Jobs with `post` steps do this at their end, and `batchgen score` and `batchgen grade` later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads the graded samples of a job as one table, from its rows and their grades."""
+"""Reads the graded samples of a job as one table, from its rows and their grades. `SAMPLES` in
+`marks.py` lists its columns, and `Marks` computes scores from it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _LEVELS = (
 """The limits for a row, from the most that is shown to the least; rows get lower levels if room is
 short."""
 _SMALL = 10_000  # a row whose HTML has fewer characters gets no lower levels
-_LONGEST_ID = 100
+_LONGEST_ID = 100  # characters of a row's id
 _KINDS = {
     "error": "errors", "ungraded": "not graded", "none": "no answer", "wrong": "wrong",
     "partly": "partly right", "cut": "cut", "constraint": "constraint violated", "right": "right",

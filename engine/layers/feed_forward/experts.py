@@ -274,14 +274,14 @@ class Experts(nn.Module):
 
     def add_to(
         self,
-        residual: Tensor,
+        residual: Tensor | None,
         x: Tensor | RoundedRows,
         ids: Tensor,
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
         adapter_slots: Tensor | None = None,
     ) -> Stream:
-        """Add the sum of `forward` to `residual` in place, and return the new residual stream. If
+        """Add the sum of `forward` to `residual` in place, or to zeros, and return the stream. If
         the next layer's norm can add up the experts' results in its own kernel, they are returned
         unsummed (`PendingParts`). Needs all experts on this rank."""
         parts = None
@@ -289,9 +289,10 @@ class Experts(nn.Module):
             epilogues = self.epilogues(ids, adapter_slots)
             parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, epilogues)
         if parts is not None:
-            return PendingParts(residual, parts, shared and shared())
-        self(x, ids, weights, residual, shared, adapter_slots)
-        return residual
+            start = parts.dtype if residual is None else residual
+            return PendingParts(start, parts, shared and shared())
+        result: Tensor = self(x, ids, weights, residual, shared, adapter_slots)
+        return result
 
     def _weights(self, x: Tensor | RoundedRows) -> ExpertWeights:
         """Return the weights of both products in their format, for these tokens."""

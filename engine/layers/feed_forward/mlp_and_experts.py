@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
@@ -48,11 +47,14 @@ class MLPAndExperts(nn.Module):
         """The MLP and the experts, each with the norm before it."""
         return [(self.mlp, self.mlp_norm), (self.moe, self.moe_norm)]
 
-    def forward(self, stream: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
-        """Add the result for the residual stream [T, hidden_size] to `residual` in place and return
-        it."""
-        dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
+    def forward(self, stream: Tensor, residual: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Add the result for the residual stream [T, hidden_size] to `residual` in place, or to
+        zeros, and return it."""
+        dense = self.mlp(self.mlp_norm(stream), None, ctx)
         # The MLP's sum over ranks is read before the experts' sum begins.
-        residual = self.mlp_post_norm.add_to(residual, dense)
-        routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
+        if residual is None:
+            residual = self.mlp_post_norm.of_stream(dense)[0]
+        else:
+            residual = self.mlp_post_norm.add_to(residual, dense)
+        routed = self.moe(self.moe_norm(stream), None, ctx, router_input=stream)
         return self.moe_post_norm.add_to(residual, routed)

@@ -79,6 +79,7 @@ def tidy(text: str) -> str:
 
 
 def _without_layout(text: str) -> str:
+    """The text with usual characters and spellings, and without commands of layout."""
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
     text = _VULGAR.sub(_vulgar, text)

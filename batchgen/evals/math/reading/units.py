@@ -1,5 +1,5 @@
 """Units of measure and of money: their spellings, and their sizes in base units. `units_behind.py`
-reads units with `unit_of`."""
+reads units with `unit_of`: ["km", "per", "hour"] is `m s^-1` with the size 5/18."""
 
 from __future__ import annotations
 
