@@ -167,7 +167,7 @@ def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], i
     and the number of rows that are left out. These have the level None.
 
     Until all fit, the largest row gets the next lower level, or is left out if it has the lowest. A
-    row that is left out has 0 bytes, so while more than `room` ≥ 0 are in use it is not the largest.
+    row that is left out has 0 bytes, so it is not the largest while more than `room` are in use.
 
     Args:
         sizes: for each row, its bytes at each level.
