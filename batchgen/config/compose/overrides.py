@@ -23,6 +23,7 @@ from batchgen.util.errors import ConfigError
 WORKER = "worker"
 """The short key of `workers.name`, as in `+worker=3`. It is not a group."""
 _WORKER_NAME = "workers.name"
+# Groups: the sign, the key, and the text after `=`.
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
 _BARE_STEP = re.compile(r"\s*\[\s*(\w+):\s*\{")
 """A list whose first step lacks the braces around its name and options."""

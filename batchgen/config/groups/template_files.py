@@ -6,6 +6,7 @@ from __future__ import annotations
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
+# The most characters that a path can have on Linux.
 _LONGEST_NAME = 4096
 
 

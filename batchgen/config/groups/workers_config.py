@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from batchgen.util.errors import ConfigError
 
+# A week.
 _MOST_SECONDS = 7 * 86_400
 # The keys of `budget` that stop a job; `price_per_hour` is only the price of a device.
 LIMITS = ("tokens", "minutes", "gpu_hours", "price")

@@ -20,6 +20,7 @@ from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
 from batchgen.storage.stores.whole_file import write_atomic
 
+# The column of grades with what an answer was compared with.
 _TARGET = "graded_against"
 
 

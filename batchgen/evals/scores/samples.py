@@ -24,6 +24,7 @@ from batchgen.storage.shards.shard_files import read_columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
+# The column of grades with the answer in a normal form, in which votes are counted.
 _ANSWER_KEY = "answer_key"
 _CHOICES = "choices"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
