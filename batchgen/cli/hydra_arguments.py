@@ -29,7 +29,7 @@ from batchgen.util.errors import ConfigError
 class HydraArguments:
     """A command line in Hydra's grammar.
 
-    For `model.path=m sampling.seed=1,2`: fixed is ["++model.path='m'"], swept is
+    For `model.path=m sampling.seed=1,2`: fixed is ["model=hf", "++model.path='m'"], swept is
     ["++sampling.seed=1,2"], typed is {"++sampling.seed=1": "sampling.seed=1", …}, and names is
     {("++sampling.seed=1",): "sampling.seed=1", …}.
 

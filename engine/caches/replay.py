@@ -3,9 +3,10 @@ recurrent layers.
 
 A decode step stores each token as a *record* and folds records into the state `fold` at a time, so
 its results round differently from those of a prefill, which folds all tokens of a chunk at once.
-When a row has lost its state in a preemption, its generated tokens are therefore *replayed*:
-computed as decode steps from the state after a multiple of `fold` generated tokens, so that the
-results have the same bits. `RowStates.replay` calls `replay_steps`.
+When a row has lost its state in a preemption (its memory was given to another row for a while), its
+generated tokens are therefore *replayed*: computed as decode steps from the state after a multiple
+of `fold` generated tokens, so that the results have the same bits. `RowStates.replay` calls
+`replay_steps`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mpmath.libmp import NoConvergence
 Value = Any
 """A Fraction, or an `mpf` or `mpc` of `CONTEXT`."""
 
+# The decimal digits of floats.
 DIGITS = 50
 CONTEXT = MPContext()
 CONTEXT.dps = DIGITS
@@ -107,6 +108,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def _integer_power(base: Value, exponent: int) -> Value:
+    """The power, exact if it is not too long. Raises Undefined if it is too large."""
     if isinstance(base, Fraction):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) <= _MOST_BITS:
@@ -134,6 +136,7 @@ def _root(value: Value, degree: int) -> Value:
 
 
 def _exact_root(number: int, degree: int) -> int | None:
+    """The root of an integer, if it is an integer; None if not, or if it would take long."""
     if degree == 2:
         root = math.isqrt(number)
     elif number.bit_length() > 1000:
@@ -237,6 +240,7 @@ def _log(value: Value, base: Value | None = None) -> Value:
 _SAME_IN_MPMATH = (
     *("sin", "cos", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh"),
 )
+# Functions of one number, by their names in `Call`.
 _FLOATS: dict[str, Any] = {
     **{name: getattr(CONTEXT, name) for name in _SAME_IN_MPMATH},
     "tan": lambda value: divide(CONTEXT.sin(value), _nonzero(CONTEXT.cos(value))),
@@ -253,6 +257,7 @@ def _nonzero(value: Any) -> Any:
     return value
 
 
+# Functions of real numbers, and of whole numbers.
 _REALS = {"floor": math.floor, "ceil": math.ceil}
 _WHOLES = {"gcd": math.gcd, "lcm": math.lcm}
 

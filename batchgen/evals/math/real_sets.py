@@ -25,6 +25,7 @@ from batchgen.evals.math.reading.nodes import (
 )
 
 INFINITY = float("inf")
+# The most intervals of a set; more are not read.
 _MOST_PIECES = 100
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
 """Relation → the relation that holds if the sides are swapped; `~` (about) is read as `=`."""
@@ -201,6 +202,7 @@ def _variable(node: Node) -> set[str]:
 
 
 def _set_of_chain(node: Relation) -> Pieces:
+    """The set that a chain of relations describes: `0 < x < 1` is that of both relations."""
     if node.names == ("in",) and isinstance(node.sides[0], Symbol):
         return set_of(node.sides[1])
     if len(_variable(node)) != 1:

@@ -1,4 +1,7 @@
-"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`."""
+"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`.
+
+[{"input": "1 2", "output": "3"}]  →  [Case("1 2", "3", calls=False)]
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ def read_cases(value: Any) -> list[Case]:
 
 
 def _case(test: Mapping[str, Any]) -> Case:
+    """One test of an object. Raises ValueError if a key is missing or wrong."""
     stdin, wanted = test.get("input"), test.get("output")
     if not isinstance(stdin, str) or not isinstance(wanted, str):
         raise ValueError(f"a test must have the texts input and output, got {dict(test)!r:.80}")

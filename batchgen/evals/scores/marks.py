@@ -2,7 +2,7 @@
 
     row_id  sample 0     sample 1
     q1      1.0 ("18")   0.0 ("17")     marks [[1, 0], [1, nan]], keys [[0, 1], [0, -1]],
-    q2      1.0 ("18")   no answer      present [[True, True], [True, False]]
+    q2      1.0 ("18")   none           present [[True, True], [True, False]]
 
 A *key* is the answer in a normal form; in the table it is the number of that text.
 """

@@ -39,6 +39,7 @@ def _all_rows(scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a job or a subset: metrics, then rates, which have no interval."""
     for name, metric in scores.items():
         if not isinstance(metric, Mapping) or "population" not in metric:
             continue

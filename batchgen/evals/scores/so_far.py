@@ -1,4 +1,5 @@
-"""Scores a job that is still running or was stopped, from the answers that it has so far."""
+"""Scores a job that is still running or was stopped, from the answers that it has so far, for
+`batchgen score --so-far`."""
 
 from __future__ import annotations
 
@@ -84,6 +85,7 @@ def _graded(
 
 
 def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yield the text and the fields of each row, as `Grader.grade` takes them."""
     readers = json_readers(batch.schema)
     for row in batch.to_pylist():
         for name, read in readers.items():

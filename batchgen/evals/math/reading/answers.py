@@ -38,6 +38,7 @@ _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "{set": ("}set",), "l
 """Opening bracket → the brackets that may close it; `{set` is that of a set, `{` that of LaTeX."""
 _SETS = {"cup": "|", "cap": "&", "setminus": "-"}
 """Command → the name of the operation in `SetOperation`."""
+# Sign of money → the short name of its unit.
 _MONEY = {"$": "$", "€": "€", "£": "£", "¥": "yen", "₹": "₹"}
 
 
@@ -175,12 +176,14 @@ class Answers:
         return Symbol(" ".join(token.text for token in tokens))
 
     def _ratio(self) -> Node:
+        """Read a quantity, or several with colons between them."""
         items = [self._quantity()]
         while not self._colon_is_bar and self.cursor.accept(":"):
             items.append(self._quantity())
         return Ratio(tuple(items)) if len(items) > 1 else items[0]
 
     def _quantity(self) -> Node:
+        """Read a value with its unit or sign of money: `18 cm`, `-$5`, `3 hours 20 minutes`."""
         negative = self.cursor.is_sign("-") and self.cursor.peek(1).text in _MONEY
         if negative:
             self.cursor.take()
@@ -206,6 +209,7 @@ class Answers:
         return Quantity(Call("+", (first.measured, other.measured)), first.unit)
 
     def _set_or_sum(self) -> Node:
+        """Read a set that is one sign, a figure, words, or an expression."""
         if self.cursor.accept("emptyset"):
             return Bracketed("{set", (), "}set")
         if self.cursor.accept("reals"):
@@ -250,6 +254,7 @@ class Answers:
         return self._items(opening, partial(self.listing, *closing))
 
     def _items(self, opening: str, listing: partial[Node]) -> Node:
+        """Read the content and the closing bracket of a set, a point, an interval or a value."""
         outside, self._colon_is_bar = self._colon_is_bar, opening == "{set"
         inner = listing()
         if opening == "{set" and self.cursor.accept("|", ":"):

@@ -25,6 +25,7 @@ from batchgen.evals.math.reading.written_numbers import digit, read_number
 _FUNCTION_NAMES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
 }  # fmt: skip
+# Opening bracket → closing bracket.
 _OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
 # Opening sign → the closing sign, and the function.
 _FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}
@@ -55,6 +56,7 @@ class Expressions:
             return terms[0] if len(terms) == 1 else Call("+", tuple(terms))
 
     def _signed_term(self) -> Node:
+        """Read a term with any number of signs before it."""
         negative = False
         while sign := self.cursor.accept("+", "-"):
             negative ^= sign == "-"
@@ -151,6 +153,7 @@ class Expressions:
         return self._bracket(opening)
 
     def _factor(self) -> Node:
+        """Read a number, a variable, a function, a matrix, or something in brackets."""
         token = self.cursor.take()
         if token.kind == "number":
             return read_number(self.cursor, token, self._argument)
@@ -233,6 +236,7 @@ class Expressions:
         return result if exponent is None else Call("^", (result, exponent))
 
     def _square_root(self) -> Node:
+        """Read the degree and the argument of a root: `\\sqrt[3]{x}`, `\\sqrt 2`."""
         degree: Node = Number(Fraction(2))
         if self.cursor.accept("["):
             degree = self.sum()
@@ -244,6 +248,7 @@ class Expressions:
         return Call("^", (inner, Call("/", (Number(Fraction(1)), degree))))
 
     def _function_arguments(self, name: str) -> tuple[Node, ...]:
+        """Read the arguments of a function: in brackets, or a product without brackets."""
         if self.cursor.is_sign("(", "{", "["):
             opening = self.cursor.take().text
             arguments = [self.sum()]
@@ -262,6 +267,7 @@ class Expressions:
             return (Call("negate", (result,)) if negative else result,)
 
     def _matrix(self, kind: str) -> Node:
+        """Read the rows of a matrix up to its `\\end`."""
         rows: list[tuple[Node, ...]] = []
         if kind not in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "array", "smallmatrix"):
             raise NotRead

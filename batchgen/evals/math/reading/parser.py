@@ -1,4 +1,7 @@
-"""Parses the text of an answer into nodes. `read` is the entry point of this package."""
+"""Parses the text of an answer into nodes. `read` is the entry point of this package.
+
+`x = 5`  →  Relation(sides=(Symbol("x"), Number(5)), names=("=",))
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ def _choice(tokens: list[Token]) -> Node | None:
 
 
 def _choice_of(letter: str, rest: list[Token]) -> Node:
+    """The letter of a choice with its text, which is words if it is not mathematics."""
     if not rest:
         return Symbol(letter)
     try:
