@@ -27,7 +27,7 @@ _SHARE, _FREE_SECONDS = 0.01, 0.05
 """Grading in this thread may take _FREE_SECONDS and this share of the running time. The running
 score leaves out answers for which there is no time."""
 _SHARE_BESIDE, _FREE_SECONDS_BESIDE = 0.05, 1.0
-"""The same for grading in another process."""
+"""These two limits for grading in another process."""
 _FIRST_SECONDS, _MOST_ANSWERS = 20.0, 32
 """The seconds after which grading in another process begins, and the most answers that it grades at
 once."""
