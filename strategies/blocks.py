@@ -52,14 +52,14 @@ def commit_inputs(
     chosen = torch.full((room + 1,), count, device=device)
     chosen.scatter_(0, indices, torch.arange(count, device=device))
     rows = chosen[:room]
-    none = (rows == count).unsqueeze(1)
+    is_empty = (rows == count).unsqueeze(1)
     rows = rows.clamp(max=count - 1)
     windows = newest.window_tables
     return ModelInputs(
         input_ids=token_ids[rows].flatten(),
-        positions=positions[rows].masked_fill(none, 0).flatten(),
-        block_tables=newest.block_tables[rows].masked_fill(none, 0),
-        window_tables=None if windows is None else windows[rows].masked_fill(none, 0),
+        positions=positions[rows].masked_fill(is_empty, 0).flatten(),
+        block_tables=newest.block_tables[rows].masked_fill(is_empty, 0),
+        window_tables=None if windows is None else windows[rows].masked_fill(is_empty, 0),
         query_lens=np.full(room, positions.shape[1]),
         context_lens=np.full(room, newest.context_lens.max()),
         lora_slots=None if newest.lora_slots is None else newest.lora_slots[rows],

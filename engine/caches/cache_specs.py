@@ -1,5 +1,6 @@
 """Declarations of what the layers of a model keep between forwards, and how many bytes it takes.
 
+The *paged cache* is memory in blocks of a fixed number of tokens; a row gets blocks as it grows.
 Each layer declares a spec. The memory plan sums the specs' bytes, and `ModelCaches` allocates a
 cache for each spec.
 """

@@ -2,6 +2,10 @@
 states, images, and where to write output columns.
 
 `ModelRunner` makes a `ForwardContext` for each forward, and every layer gets it as an argument.
+
+The tokens of a forward come in one or two *parts*: those of decoding rows, and those of a prefill,
+which reads prompts. A *snapshot* is the state of a row after a prefix, kept for later rows with the
+same prefix. A *canvas* is the block of tokens that a diffusion model writes at once.
 """
 
 from __future__ import annotations
@@ -33,6 +37,10 @@ class OutputTokens:
     index: Tensor  # [R] int64, the indices of these tokens among the T tokens of the forward
     # The attention metadata of only these tokens' queries, one entry for each part.
     attention: Sequence[AttentionMetadata]
+
+    def rows(self, residual: Tensor | None) -> Tensor | None:
+        """Return these tokens' rows [R, N] of a residual [T, N]; None stands for zeros."""
+        return None if residual is None else residual[self.index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ from batchgen.engine.interface.outputs import OutputColumn
 class CacheSizes:
     """The sizes of the caches, which are the same for every model of an engine."""
 
-    num_blocks: int  # the number of blocks in the paged cache, including the scratch block
+    # The number of blocks in the paged cache. The first is the scratch block: padding tokens are
+    # written there, and nothing reads it.
+    num_blocks: int
     block_size: int  # the number of tokens in one block
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache

@@ -19,6 +19,9 @@ class PageLayout:
     pieces of it, each of `run_blocks` full blocks. Both kinds of piece have the same number of
     bytes.
 
+    For example, with 2 window blocks in a page and 3 runs of 1 full block, page p of P holds either
+    the window blocks 2p and 2p + 1, or the full blocks p, P + p and 2P + p.
+
     Without layers that have a window, a page is one full block.
     """
 

@@ -3,9 +3,10 @@ recurrent layers.
 
 A decode step stores each token as a *record* and folds records into the state `fold` at a time, so
 its results round differently from those of a prefill, which folds all tokens of a chunk at once.
-When a row has lost its state in a preemption, its generated tokens are therefore *replayed*:
-computed as decode steps from the state after a multiple of `fold` generated tokens, so that the
-results have the same bits. `RowStates.replay` calls `replay_steps`.
+When a row has lost its state in a preemption (its memory was given to another row for a while), its
+generated tokens are therefore *replayed*: computed as decode steps from the state after a multiple
+of `fold` generated tokens, so that the results have the same bits. `RowStates.replay` calls
+`replay_steps`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ def replay_steps(
         replayed: [B], how many of these, the last ones, are replayed.
         before: [B], how many tokens of the row earlier prefills have replayed.
     """
-    left, done = replayed.copy(), before.copy()
-    ends = query_lens.cumsum()
+    left, done = replayed.copy(), before.copy()  # tokens that are still, and already, replayed
+    ends = query_lens.cumsum()  # of each row's tokens among those of the part
     steps = []
     while left.any():
+        # A step of a row ends when `fold` records are pending, or with the row's last token. Rows
+        # with steps of the same width are computed together.
         widths = np.minimum(sizes.fold - done % sizes.fold, left)
         for width in np.unique(widths[left > 0]).tolist():
             rows = np.flatnonzero((left > 0) & (widths == width))
@@ -68,6 +71,7 @@ def replay_steps(
             first = (done[rows] - pending) % sizes.ring
             tokens = (ends[rows] - left[rows])[:, None] + np.arange(width)
             steps.append(_step(slots, rows, tokens.ravel(), pending, first, width, sizes.slots))
+            # Rows that have `fold` pending records now fold them, in a step without tokens.
             is_full = pending + width == sizes.fold
             if is_full.any():
                 full_rows = rows[is_full]

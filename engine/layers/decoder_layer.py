@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
@@ -34,12 +33,13 @@ class Mixer(Protocol):
     def __call__(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + mixed(hidden). The result may overwrite `residual`.
+        """Return residual + mixed(hidden). The result may overwrite `residual`; None stands for
+        zeros.
 
         The layer's cache is written for all T tokens. With `outputs`, the result has only the R
         tokens of `outputs`.
@@ -56,9 +56,9 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """The part of a layer that treats each token separately: an MLP, or experts."""
 
-    def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Return residual + f(hidden), all [T, hidden_size]. The result may overwrite
-        `residual`."""
+    def __call__(self, hidden: Tensor, residual: Tensor | None, ctx: ForwardContext) -> Stream:
+        """Return residual + f(hidden), all [T, hidden_size]. The result may overwrite `residual`;
+        None stands for zeros."""
 
 
 @runtime_checkable
@@ -159,17 +159,20 @@ class DecoderLayer(nn.Module):
         hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
-        # With a residual of zeros, a part returns only its own result, which is normed first.
-        yielded: Tensor = norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
-        whole = residual + yielded
-        if self.own_input is not None:
-            whole = self.own_input(whole, ctx, outputs)
-        if self.layer_scalar is None:
-            return whole
-        if self.canvas_scalar is None or not ctx.canvas_tokens:
-            return whole.mul_(self.layer_scalar)
-        whole[: ctx.canvas_tokens].mul_(self.canvas_scalar)
-        whole[ctx.canvas_tokens :].mul_(self.layer_scalar)
+        result = self.mlp(hidden, None, ctx)
+        # Canvases have a scalar of their own.
+        scalar = self.layer_scalar if self.canvas_scalar is None else None
+        if self.own_input is None:
+            stream = norm.add_to(residual, result, scalar)
+        else:
+            whole = summed(norm.add_to(residual, result))
+            stream = self.own_input(whole, ctx, outputs, scalar)
+        if self.canvas_scalar is None or self.layer_scalar is None:
+            return stream
+        whole, canvases = summed(stream), ctx.canvas_tokens
+        if canvases:
+            whole[:canvases].mul_(self.canvas_scalar)
+        whole[canvases:].mul_(self.layer_scalar)
         return whole
 
     def _mixed(
@@ -184,10 +187,9 @@ class DecoderLayer(nn.Module):
         hidden, residual = _normed(self.mixer_norm, stream)
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
-        mixed = mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
+        mixed = mixer(hidden, None, cos_sin, ctx, outputs)
         chosen = residual if outputs is None else residual[outputs.index]
-        result: Tensor = chosen + norm.of_stream(mixed)[0]
-        return result
+        return norm.add_to(chosen, mixed)
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}

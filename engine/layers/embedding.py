@@ -109,6 +109,7 @@ class Embedding(nn.Module):
         """Add the adapters' factors to the table, as `Linear.add_lora` does."""
         if not any(path in adapter for adapter in factors):
             return
+        # The table's vectors are multiplied by a scale, and so are the adapters'.
         scaled = [
             {path: replace(adapter[path], scale=adapter[path].scale * self._scale)}
             if path in adapter

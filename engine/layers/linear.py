@@ -116,16 +116,18 @@ class Linear(nn.Module):
         assert self.lora is not None and isinstance(x, Tensor)
         return self.lora.add_(out, x)
 
-    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
+    def add_to(self, residual: Tensor | None, x: Tensor | FP8Rows) -> Stream:
         """Add x Wᵀ + b to `residual` in place, now or when the stream is read, and return the
-        stream."""
+        stream. None stands for zeros."""
         if self.lora is None:
             return self._add_product(residual, x)
         return self._with_lora(summed(self._add_product(residual, x)), x)
 
-    def _add_product(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
+    def _add_product(self, residual: Tensor | None, x: Tensor | FP8Rows) -> Stream:
         """Compute `add_to` without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
+            if residual is None:
+                return self._product(x)
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         if (packed := self.in_four_bits) is not None:
             assert isinstance(x, Tensor)
@@ -135,18 +137,20 @@ class Linear(nn.Module):
         if self.bias is None:
             parts = fp8_linear_parts(x, weight, self._dtype, rules)
         if parts is not None:
-            return PendingParts(residual, parts)
+            return PendingParts(self._dtype if residual is None else residual, parts)
         return fp8_linear(
-            x, weight, self.bias, dtype=self._dtype, out=residual, add=True, rules=rules
-        )
+            x, weight, self.bias, dtype=self._dtype, out=residual, add=residual is not None,
+            rules=rules,
+        )  # fmt: skip
 
-    def _add_four_bits(self, residual: Tensor, x: Tensor, packed: FourBitPanels) -> Stream:
+    def _add_four_bits(self, residual: Tensor | None, x: Tensor, packed: FourBitPanels) -> Stream:
         rules, parts = self.rules, None
         if self.bias is None:
             parts = four_bit_linear_parts(x, packed, rules)
         if parts is not None:
-            return PendingParts(residual, parts)
-        return four_bit_linear(x, packed, self.bias, out=residual, add=True, rules=rules)
+            return PendingParts(self._dtype if residual is None else residual, parts)
+        add = residual is not None
+        return four_bit_linear(x, packed, self.bias, out=residual, add=add, rules=rules)
 
     def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
         return self._fp8_product(x, self.bias)
@@ -321,9 +325,9 @@ class RowParallelLinear(Linear):
             return four_bit_linear(x, packed, rules=self.rules)
         return self._fp8_product(x, None)
 
-    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add the sum over all ranks to `residual` [T, out_features] in place, and return the
-        stream."""
+    def add_to(self, residual: Tensor | None, x: Tensor | FP8Rows) -> Stream:
+        """Add the sum over all ranks to `residual` [T, out_features] in place, or to zeros, and
+        return the stream."""
         if self._parallel.size == 1:
             return super().add_to(residual, x)
         return self._parallel.add_sum(residual, self(x), self._lane)

@@ -296,6 +296,7 @@ class RotaryTable:
         if positions.dim() == 1:
             return self._table[positions]
         assert self._axes is not None, "the table has one axis"
+        # Each column is read at the position on the axis of its frequency.
         return self._table[positions[:, self._axes], self._columns]
 
 

@@ -128,6 +128,7 @@ class WeightSlot:
         """Return the part of a checkpoint's scales that corresponds to the shard of its values."""
         if self.shard is None:
             return None
+        # Scales have one entry per block of columns, and per block of rows or per row.
         from_end = self.shard.axis - len(self._shape_of(self.parameter))
         if from_end == -1 or (from_end == -2 and not of_rows):
             return self.shard.of_blocks(BLOCK)

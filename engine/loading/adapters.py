@@ -3,6 +3,10 @@
 An adapter's low-rank products are computed in addition to the layers' products, so rows with
 different adapters share a batch. With `fold`, one adapter is added to the weights instead
 (`folding.py`). The loading of a job's model calls `add_adapters`.
+
+A *site* is a product of a layer to which adapters can be added. Its *targets* are the checkpoint's
+weights that it consists of (`lora_targets.py`). A *pair* is the tensors A and B of one weight in an
+adapter's file (`adapter_factors.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Loads a checkpoint into a model. Every parameter is filled exactly once, or the load fails.
 
+A *slot* is a parameter, or a part of one, that tensors of the checkpoint fill: its *sources*. It
+consists of *pieces*, and several slots may have the same piece, because checkpoints differ in how
+they merge weights (`WeightSlot`).
+
 `load_model` is called for the target and for a strategy's other models.
 """
 

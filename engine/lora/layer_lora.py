@@ -139,6 +139,7 @@ class LayerLoRA:
         self._host_factors: list[tuple[Tensor, Tensor]] = []
         parts = site.adapted_parts(factors)
         stacked = stacks(device)
+        # `StackedFactors.blocks` and `multiple`: the output columns of each part, for the kernels.
         self._blocks, self._multiple = output_blocks(parts, stacked_rank(state.ranks), device)
         self._down, self._up = self._empty(parts, dtype, device, stacked)
         for index, pairs in enumerate(factors):

@@ -108,6 +108,7 @@ class MoEForCausalLM(DenseForCausalLM):
         family = self.family
         hidden, inner = family.latent_size or self.config.hidden_size, family.expert_size
         products = len(family.variant.first) + 1  # gate and up, or only up; and down
+        # The weights, and the biases of gate and up, and of down.
         expert = products * hidden * inner + (2 * inner + hidden) * family.variant.biased
         return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
 

@@ -7,12 +7,14 @@ divided; each rank has some of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.layers.post_norm import Term, add_post_norm
 from batchgen.kernels.layers.rms_norm import rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 
@@ -64,14 +66,25 @@ class PendingParts:
     them, in the same launch (`RMSNorm.of_stream`).
 
     Args:
-        residual: [T, H], contiguous; overwritten with the sum.
+        residual: [T, H], contiguous; overwritten with the sum. A dtype stands for zeros of it.
         parts: [P, T, H], the last axis contiguous; as large as a prefill's largest tensors.
         shared: the result of a shared expert, which is added as well; None adds nothing.
     """
 
-    def __init__(self, residual: Tensor, parts: Tensor, shared: SharedPart | None = None) -> None:
+    def __init__(
+        self, residual: Tensor | torch.dtype, parts: Tensor, shared: SharedPart | None = None
+    ) -> None:
         self.residual = residual
         self._added: tuple[Tensor, SharedPart | None] | None = (parts, shared)
+
+    @property
+    def rows(self) -> Tensor:
+        """The residual; zeros if there is none."""
+        if isinstance(self.residual, Tensor):
+            return self.residual
+        assert self._added is not None
+        parts = self._added[0]
+        return torch.zeros(parts.shape[1:], dtype=self.residual, device=parts.device)
 
     def take(self) -> tuple[Tensor, SharedPart | None]:
         """Return and release the parts and the shared expert's result. May be called once. The
@@ -81,7 +94,45 @@ class PendingParts:
         return added
 
 
-Stream = Tensor | PendingSum | PendingParts
+class PendingNorm:
+    """A residual stream to which normed results of a layer's part are still to be added. The norms
+    that read the stream next are computed in the same launch (`add_post_norm`).
+
+    Args:
+        residual: [T, H], contiguous; overwritten with the sum. None: the terms are not for a
+            residual stream, but for the norm that follows (`RMSNorm.add_to`).
+        terms, weight, scalar: as for `add_post_norm`.
+        eps: of all norms in the sum.
+    """
+
+    def __init__(
+        self,
+        residual: Tensor | None,
+        terms: Sequence[Term],
+        eps: float,
+        *,
+        weight: Tensor | None = None,
+        scalar: Tensor | None = None,
+    ) -> None:
+        self._residual, self.eps, self._weight, self._scalar = residual, eps, weight, scalar
+        self._terms: Sequence[Term] | None = terms
+
+    def take(self) -> Sequence[Term]:
+        """Return and release the terms. May be called once, as `PendingParts.take`."""
+        assert self._terms is not None, "the terms have been added already"
+        terms, self._terms = self._terms, None
+        return terms
+
+    def finish(self, readers: Sequence[Tensor] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Add the terms. Returns the stream, and its norms with the weights `readers` (up to
+        `MOST_READERS`). May be called once."""
+        assert self._residual is not None, "a norm of the terms is still to be computed"
+        return add_post_norm(
+            self._residual, self.take(), self.eps, self._weight, self._scalar, readers
+        )
+
+
+Stream = Tensor | PendingSum | PendingParts | PendingNorm
 """A residual stream [T, H] between the parts of a model."""
 
 
@@ -89,11 +140,13 @@ def summed(stream: Stream) -> Tensor:
     """Return a residual stream [T, H] with its pending sums added."""
     if isinstance(stream, Tensor):
         return stream
+    if isinstance(stream, PendingNorm):
+        return stream.finish()[0]
     # The norms are computed as well, but not used.
     if isinstance(stream, PendingSum):
         ones = torch.ones_like(stream.partial[:1]).flatten()
         return stream.normed(ones, 1.0)[1]
-    x, (parts, shared) = stream.residual, stream.take()
+    x, (parts, shared) = stream.rows, stream.take()
     rms_norm_of_sum(x, parts, shared, torch.ones_like(x[:1]).flatten(), 1.0)
     return x
 

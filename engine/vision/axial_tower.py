@@ -79,6 +79,7 @@ class ClippedLinear(Linear):
         super().__init__(in_features, out_features, bias=False, quantisable=False, where=where)
         self._arrange = arrange
         make = partial(empty_parameter, device=where.device, dtype=where.dtype)
+        # [4]: the bounds of the input and of the output, in the order of `weight_slots`.
         self.bounds = make(4) if clips else None
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the tower has no FP8
@@ -233,6 +234,7 @@ class AxialTower(VisionTower):
         return rms_norm(pooled.to(x.dtype), self._ones, self.config.norm_eps)
 
     def _positions(self, image: Tensor) -> AxialPositions:
+        """Return the rows and columns of an image's patches, and their cosines and sines."""
         config = self.config
         sizes = {"head_dim": config.head_dim, "theta": config.rope_theta}
         return axial_positions(*self.grid(image), **sizes)

@@ -16,6 +16,7 @@ from torch import Tensor
 MAX_BLOCK_LENGTH = 64
 """The most positions of a block."""
 _LOWEST = -1e38
+"""The ranking key that NaN gets: below other keys, above those of positions that are not masked."""
 
 
 def unmask(
@@ -99,6 +100,7 @@ def _check(
     entropy: Tensor | None,
     bound: Tensor | None,
 ) -> None:
+    """Check shapes and dtypes, and that confidence and entropy come with their limits."""
     assert masked.dtype == torch.bool and 1 <= masked.shape[1] <= MAX_BLOCK_LENGTH
     assert (confidence is None) == (threshold is None) and (entropy is None) == (bound is None)
     for values in (keys, confidence, entropy):
@@ -108,6 +110,8 @@ def _check(
 
 
 _POINTERS = ("masked", "counts", "keys", "confidence", "threshold", "entropy", "bound", "out")
+"""Arguments whose alignment Triton must not specialise on, because they may be parts of larger
+tensors."""
 
 
 @triton.jit(do_not_specialize_on_alignment=[f"{name}_ptr" for name in _POINTERS])
@@ -116,6 +120,7 @@ def _unmask(
     out_ptr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, KEYED: tl.constexpr,
     BY_CONFIDENCE: tl.constexpr, BY_ENTROPY: tl.constexpr,
 ):  # fmt: skip
+    """Each program chooses the positions of one block."""
     row = tl.program_id(0).to(tl.int64)
     start = row * LENGTH
     position = tl.arange(0, WIDTH)

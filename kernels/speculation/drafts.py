@@ -81,11 +81,12 @@ def accept_drafts_reference(
 ) -> tuple[Tensor, Tensor]:
     """`accept_drafts` in PyTorch."""
     rows, k = drafts.shape
+    # The accepted drafts and the token after them, and the tokens before the first invalid one.
     offered = torch.arange(k, device=drafts.device) < counts.unsqueeze(1)
-    held = (token_ids.view(rows, k + 1)[:, :k] == drafts) & offered
-    wanted = 1 + held.cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
-    known = valid.view(rows, k + 1).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
-    return wanted.minimum(known), wanted > known
+    is_match = (token_ids.view(rows, k + 1)[:, :k] == drafts) & offered
+    num_accepted = 1 + is_match.cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    num_valid = valid.view(rows, k + 1).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    return num_accepted.minimum(num_valid), num_accepted > num_valid
 
 
 def accept_drafts_triton(
@@ -172,19 +173,19 @@ def _accept(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     count = tl.load(counts + row, mask=mask, other=0)
-    wanted = tl.full((ROWS,), 1, tl.int32)
-    known = tl.load(valid + row * (K + 1), mask=mask, other=0)
-    holds = tl.full((ROWS,), 1, tl.int32)
-    sound = known
+    num_accepted = tl.full((ROWS,), 1, tl.int32)
+    num_valid = tl.load(valid + row * (K + 1), mask=mask, other=0)
+    is_match = tl.full((ROWS,), 1, tl.int32)
+    all_valid = num_valid
     for j in tl.static_range(K):
         token = tl.load(token_ids + row * (K + 1) + j, mask=mask, other=-1)
         draft = tl.load(drafts + row * draft_stride + j, mask=mask, other=-2)
-        holds = holds & ((token == draft) & (j < count)).to(tl.int32)
-        wanted += holds
-        sound = sound & tl.load(valid + row * (K + 1) + 1 + j, mask=mask, other=0)
-        known += sound
-    tl.store(num_tokens + row, tl.minimum(wanted, known), mask=mask)
-    tl.store(failed + row, wanted > known, mask=mask)
+        is_match = is_match & ((token == draft) & (j < count)).to(tl.int32)
+        num_accepted += is_match
+        all_valid = all_valid & tl.load(valid + row * (K + 1) + 1 + j, mask=mask, other=0)
+        num_valid += all_valid
+    tl.store(num_tokens + row, tl.minimum(num_accepted, num_valid), mask=mask)
+    tl.store(failed + row, num_accepted > num_valid, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "token_stride"])

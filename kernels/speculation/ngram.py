@@ -85,8 +85,8 @@ def append_reference(
 
     targets = store_rows.unsqueeze(1) * max_len + positions
     table.tokens.view(-1)[targets[new]] = token_ids[new].int()
-    grown = counts > 0
-    table.lengths[store_rows[grown]] = (starts + counts)[grown].int()
+    has_tokens = counts > 0
+    table.lengths[store_rows[has_tokens]] = (starts + counts)[has_tokens].int()
     table.clock[0] += 1
 
 
@@ -106,6 +106,8 @@ def propose_reference(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Te
     sources = (entries >> table.position_bits) & ((1 << table.row_bits) - 1)
     holds = (lengths >= key_lengths) & (positions >= key_lengths)
     holds &= positions < table.lengths[sources]
+    # With `pool` every second key is shared by all rows. The others are the row's own, and another
+    # row's entry there only has the same hash.
     is_own = sources == store_rows
     holds[:: 1 + table.pool] &= is_own[:: 1 + table.pool]
     before = (positions.unsqueeze(-1) - back).clamp(min=0)
@@ -114,6 +116,7 @@ def propose_reference(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Te
     first = holds.byte().argmax(0, keepdim=True)
 
     source, position = sources.gather(0, first).squeeze(0), positions.gather(0, first).squeeze(0)
+    # The known tokens from the hit on. In the row itself the drafts repeat them.
     period = (table.lengths[source] - position).clamp(min=1)
     num_drafts = torch.where(source == store_rows, k, period.clamp(max=k)) * holds.any(0)
     ahead = torch.arange(k, device=device)

@@ -15,9 +15,10 @@ FINISH = 0x369DEA0F31A53F85
 """Multiplier of the hash when an n-gram becomes a key; from L'Ecuyer 1999. Both multipliers are odd
 and below 2⁶³."""
 
-_LEAST_ENTRIES = 2**10
-_MOST_ENTRIES = 2**24
+_LEAST_ENTRIES, _MOST_ENTRIES = 2**10, 2**24
+"""The bounds of a table's size, whatever its rows could hold."""
 _LARGEST_N = 8
+"""The longest n-grams: the salt of a key has 4 bits for n (`ngram._buckets`)."""
 
 
 @dataclass(frozen=True, eq=False)

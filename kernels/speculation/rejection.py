@@ -72,10 +72,10 @@ def verify(
     tokens = sample(last, seeds, positions + accepted, greedy)
     rows = ((accepted < num_drafts) & ~greedy & ~failed).nonzero().squeeze(1)
     if len(rows):
-        at = accepted[rows]
-        keys = (seeds[rows], positions[rows] + at)
-        q = None if draft_probs is None else draft_probs[rows, at]
-        tokens[rows] = _recover(last[rows], drafts[rows, at], q, *keys)
+        rejected = accepted[rows]  # the index of each row's first rejected draft
+        keys = (seeds[rows], positions[rows] + rejected)
+        q = None if draft_probs is None else draft_probs[rows, rejected]
+        tokens[rows] = _recover(last[rows], drafts[rows, rejected], q, *keys)
 
     token_ids = tokens.unsqueeze(1).repeat(1, k + 1)
     kept = torch.arange(k) < accepted.unsqueeze(1)
@@ -107,13 +107,13 @@ def _recover(
     """Draw [R] from (p - q)+ by the Gumbel-max trick, or from p where (p - q)+ is zero
     everywhere."""
     noise = gumbel_noise(philox(seeds, positions, 0, Stream.RECOVER, logits.shape[1]))
-    plain = logits + noise
+    scores_of_p = logits + noise
     if q is None:
-        scores = plain.scatter(1, drafts.unsqueeze(1), -_INF)
+        scores = scores_of_p.scatter(1, drafts.unsqueeze(1), -_INF)
     else:
         scores = (logits.softmax(-1) - q).clamp(min=0).log() + noise
-    nothing = scores.amax(-1, keepdim=True) == -_INF
-    return torch.where(nothing, plain, scores).argmax(-1)
+    is_zero = scores.amax(-1, keepdim=True) == -_INF
+    return torch.where(is_zero, scores_of_p, scores).argmax(-1)
 
 
 def draw_drafts(
@@ -129,6 +129,6 @@ def draw_drafts(
     if logits.is_cuda:
         return rejection_triton.draw_drafts_triton(logits, seeds, positions, greedy)
     drafts = sample(logits, seeds, positions, greedy, Stream.DRAFT)
-    point = greedy | ~logits.amax(-1).isfinite()
-    mass = torch.zeros_like(logits).scatter_(1, drafts.unsqueeze(1), 1.0)
-    return drafts, torch.where(point.unsqueeze(1), mass, logits.softmax(-1))
+    is_point_mass = greedy | ~logits.amax(-1).isfinite()
+    point_mass = torch.zeros_like(logits).scatter_(1, drafts.unsqueeze(1), 1.0)
+    return drafts, torch.where(is_point_mass.unsqueeze(1), point_mass, logits.softmax(-1))

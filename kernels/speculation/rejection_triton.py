@@ -55,6 +55,8 @@ def verify_triton(
     assert k == 0 or drafts.stride(1) == 1
     assert draft_probs is None or draft_probs.is_contiguous()
     chunks, device = triton.cdiv(vocab, _CHUNK), logits.device
+    # Of each chunk: its maximum, its sum of exponentials, the column of its maximum; then the
+    # scores and the columns of its two candidates, by (p - q)+ and by p.
     tops, sums = torch.empty((2, batch * width, chunks), dtype=torch.float32, device=device)
     highest = torch.empty((batch * width, chunks), dtype=torch.int32, device=device)
     scores = torch.empty((2, batch, chunks), dtype=torch.float32, device=device)
@@ -85,8 +87,17 @@ def draw_drafts_triton(
 ) -> tuple[Tensor, Tensor]:
     """Compute `rejection.draw_drafts` on CUDA: the ordinary draw, then a launch that writes q."""
     rows, vocab = logits.shape
-    ones = torch.ones_like(seeds, dtype=torch.float32)
-    drawn = draw_triton(logits, logits, ones, None, seeds, positions, greedy, greedy, Stream.DRAFT)
+    drawn = draw_triton(
+        logits,
+        raw=logits,
+        temperature=torch.ones_like(seeds, dtype=torch.float32),
+        threshold=None,
+        seeds=seeds,
+        positions=positions,
+        greedy=greedy,
+        processed_logprobs=greedy,  # any: at temperature 1 both log-probabilities are equal
+        stream=Stream.DRAFT,
+    )
     probs = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
     _write_probs[(rows, triton.cdiv(vocab, _CHUNK))](
         logits, drawn.token_ids, drawn.logprobs, drawn.failed, greedy, probs,

@@ -115,7 +115,7 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
             results["plain"].append(plain)
             for kind in kinds:
                 took = run_null_job(folder, options.rows, options.per_step, kind, shown=False)
-                own = took.grading / (took.seconds - took.grading)
+                own = took.grading / (took.seconds - took.grading)  # in its own job
                 added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1, own)
                 results[kind].append(added)
                 print(

@@ -28,14 +28,14 @@ _GRAPH_MICROSECONDS = 5000
 """About how long one replay of a CUDA graph of timed launches should take."""
 
 
-def commas(kind: Callable[[str], T], among: Collection[T] = ()) -> Callable[[str], list[T]]:
-    """Make the argparse type of values between commas. Each must be one of `among`, unless that is
-    empty."""
+def commas(convert: Callable[[str], T], choices: Collection[T] = ()) -> Callable[[str], list[T]]:
+    """Make the argparse type of values between commas. Each must be one of `choices`, unless there
+    are none."""
 
     def read(text: str) -> list[T]:
-        values = [kind(part) for part in text.split(",") if part]
-        if unknown := [value for value in values if among and value not in among]:
-            names = ", ".join(map(str, among))
+        values = [convert(part) for part in text.split(",") if part]
+        if unknown := [value for value in values if choices and value not in choices]:
+            names = ", ".join(map(str, choices))
             raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}: choose from {names}")
         return values
 
@@ -82,13 +82,13 @@ def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | No
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     commands = parser.add_subparsers(dest="mode", required=True)
     for name, mode in modes.items():
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             description=mode.run.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        mode.add_arguments(own)
-        own.add_argument("--json", type=Path, help="write all figures here")
+        mode.add_arguments(subparser)
+        subparser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
     results = modes[options.mode].run(options)
     save_results(options.json, options.mode, results)

@@ -17,6 +17,7 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> d
 
 
 def _experts(inner: int, count: int, per_token: int) -> dict[str, Any]:
+    """Entries for an MoE model with `count` experts of width `inner`."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -30,6 +31,7 @@ def _experts(inner: int, count: int, per_token: int) -> dict[str, Any]:
 
 
 def _delta(key_heads: int, value_heads: int, head_dim: int, shared: int) -> dict[str, Any]:
+    """Entries for layers of the gated delta rule, and a shared expert of width `shared`."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -128,8 +130,6 @@ _GEMMA4 = _GEMMA | {
 }
 _GEMMA3_27B = _GEMMA3 | _sizes(5376, 21504, 62, 32, 16) | _windows(62, 6, 1024)
 _GEMMA3_27B |= {"head_dim": 128, "query_pre_attn_scalar": 168}
-
-
 _GPT_OSS = _COMMON | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -169,7 +169,7 @@ def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[i
     """The entries of Qwen3-VL with the decoder `text`, the `sections` of its rotation and a vision
     tower. The ids of special image tokens are at the vocabulary's end."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
-    own = {"model_type": "qwen3_vl_text", "rope_parameters": rope | {"mrope_interleaved": True}}
+    new = {"model_type": "qwen3_vl_text", "rope_parameters": rope | {"mrope_interleaved": True}}
     first = text["vocab_size"] - 284 if text["vocab_size"] > 10_000 else text["vocab_size"] - 4
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     common = {
@@ -184,7 +184,7 @@ def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[i
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
         "tie_word_embeddings": text["tie_word_embeddings"],
-        "text_config": {key: value for key, value in text.items() if key != "rope_theta"} | own,
+        "text_config": {key: value for key, value in text.items() if key != "rope_theta"} | new,
         "vision_config": common | tower,
         **{name: first + i for i, name in enumerate(names)},
     }

@@ -148,7 +148,7 @@ def instant_job(
     }
     config = compose({**common, **values})
     job = resolve_job(config)
-    own = {each.name: getattr(job, each.name) for each in fields(ResolvedJob)}
-    parts = ResolvedJob(**{**own, "port": lambda: engine, "strategy": None})
+    old = {each.name: getattr(job, each.name) for each in fields(ResolvedJob)}
+    parts = ResolvedJob(**{**old, "port": lambda: engine, "strategy": None})
     engine.columns = {name: _VALUES[name] for name in config.output.columns}
     return config, parts if parts.images else replace(parts, prompt=ReadyPrompt())

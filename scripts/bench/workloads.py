@@ -43,6 +43,7 @@ WORKLOADS = {
     "gsm8k": Workload(256, (40, 160), (100, 300)),
     "smoke": Workload(16, (20, 60), (16, 48)),
 }
+"""Workloads by name. Lengths are drawn uniformly from the two ranges of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def bare_model(
     quantization: Quantization | None = None,
 ) -> CausalLM:
     """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
-    `Undone` for a GPU."""
-    kind = model_class(config.architecture, Path())
+    `ShapesOnly` for a GPU."""
+    model_type = model_class(config.architecture, Path())
     form = chosen_form(config, quantization, Units(fp8=True, four_bits=True))
-    return kind(config, device=device, dtype=torch.bfloat16, form=form)
+    return model_type(config, device=device, dtype=torch.bfloat16, form=form)

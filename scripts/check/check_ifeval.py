@@ -40,6 +40,7 @@ def main(prompts: str, responses: str) -> None:
 
 
 def _lines(path: str) -> list[dict[str, Any]]:
+    """Read the objects of a JSONL file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 

@@ -80,6 +80,7 @@ def compare(expected: list[RequestOutput], outputs: list[RequestOutput]) -> tupl
 
 
 def _facts(output: RequestOutput) -> tuple[object, ...]:
+    """Return what must be equal, to the bit, in two outputs of a row."""
     return output.token_ids, output.text, output.finish_reason, output.stop
 
 

@@ -1,6 +1,10 @@
 """Computes the bias and the error of scores when `sampling.until.width` stops rows early: the
 figures of docs/benchmarks/checks.md.
 
+A row is a question of an exam. It takes samples, each valid (right) or not, until the 95% interval
+of its share of valid samples is at most `width` wide, or until it has `most` samples. The rule is
+`Enough`; the row's *rate* is the probability that a sample is valid.
+
 A first table enumerates every way in which one row can end. A second one simulates whole exams.
 Both compare the plain estimates, which treat the number of samples as fixed, with the unbiased
 estimates of batchgen (`stopped_rows.py`).
@@ -71,6 +75,7 @@ def exact(rule: Enough, rate: float) -> list[str]:
     unbiased = {end: _first_sample_valid(rule, end) for end, _ in chances}
 
     def error(values: dict[End, float]) -> tuple[float, float]:
+        """Return the bias and the root mean square error of an estimate."""
         bias = sum(chance * (values[end] - rate) for end, chance in chances)
         return bias, math.sqrt(sum(chance * (values[end] - rate) ** 2 for end, chance in chances))
 
@@ -88,8 +93,9 @@ def exact(rule: Enough, rate: float) -> list[str]:
 def _first_sample_valid(rule: Enough, end: End) -> float:
     """Return the probability that the first sample of a row with this end is valid, which is the
     unbiased estimate of the rate."""
-    _, of_first = first_valid(rule, end.n, end.valid)[:2]
-    return float(of_first[1])
+    # Entry k: the probabilities of 0, 1, …, k valid samples among the first k.
+    of_first_one = first_valid(rule, end.n, end.valid)[1]
+    return float(of_first_one[1])
 
 
 def pass_bias(rule: Enough, rate: float, k: int) -> tuple[float, float]:
@@ -161,12 +167,12 @@ def main() -> None:
     """Print the tables."""
     head = "rate | samples | bias of the share | of ours | error of the share | of ours | "
     for width, most in ((0.3, 64), (0.2, 128)):
-        rule = Enough(None, most, width)
+        rule = Enough(valid=None, most=most, width=width)
         print(f"\nwidth {width}, most {most}, fewest {rule.fewest}")
         print(f"| {head}of the first {rule.fewest} | interval holds |\n|" + "---|" * 8)
         for rate in RATES:
             print("| " + " | ".join(exact(rule, rate)) + " |")
-    rule = Enough(None, 64, 0.3)
+    rule = Enough(valid=None, most=64, width=0.3)
     for k in (2, 4, rule.fewest):
         worst = [max(abs(pass_bias(rule, rate, k)[i]) for rate in RATES) for i in range(2)]
         print(
@@ -175,7 +181,7 @@ def main() -> None:
     print("| questions | bias of the score | of pass@4 | new questions | same questions |")
     rng = np.random.default_rng(0)
     for questions in (30, 200):
-        print("| " + " | ".join(simulated(rule, questions, 1000, rng)) + " |")
+        print("| " + " | ".join(simulated(rule, questions, exams=1000, rng=rng)) + " |")
 
 
 if __name__ == "__main__":

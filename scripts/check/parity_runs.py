@@ -63,6 +63,7 @@ class Way:
 
     @property
     def group(self) -> str:
+        """The name by which `--ways` selects this way: "ar", "ngram" or "draft"."""
         return ("draft" if self.draft else "ngram") if self.k else "ar"
 
     def __str__(self) -> str:
@@ -73,8 +74,8 @@ class Way:
         """Make the decoding strategy of this way."""
         if not self.k:
             return ARStrategy()
-        kind = AnyWidth if self.any_width else ARSpecStrategy
-        return kind(
+        strategy_class = AnyWidth if self.any_width else ARSpecStrategy
+        return strategy_class(
             proposer="draft" if self.draft else "ngram",
             num_spec_tokens=self.k,
             adaptive=False,

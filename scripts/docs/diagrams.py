@@ -2,7 +2,8 @@
 and a step of the engine.
 
 `scripts/docs/reference.py` writes them to docs/images with the other generated pages. Their colours
-follow the reader's choice of light or dark.
+follow the reader's choice of light or dark. All coordinates and sizes are pixels, from the top left
+corner; `kind` is a CSS class of `STYLE`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ and then the title and caption of each box."""
 
 
 def svg(title: str, width: int, height: int, parts: list[str]) -> str:
-    """Wrap drawn elements in an SVG image of the given size in pixels, with a background."""
+    """Return an SVG image that consists of the elements `parts` on a background."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
@@ -65,10 +66,12 @@ def svg(title: str, width: int, height: int, parts: list[str]) -> str:
 
 
 def box(x: int, y: int, width: int, height: int, kind: str = "box") -> str:
+    """Return a rectangle with its top left corner at (x, y)."""
     return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="5"/>'
 
 
 def label(x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Return text with its baseline at y, which begins at x or has its `anchor` there."""
     return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 

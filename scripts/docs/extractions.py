@@ -147,11 +147,13 @@ def extractions_page() -> str:
 
 
 def _title(group: dict[str, Any]) -> str:
+    """Return a step as a job file has it: `Extract: {methods: [boxed]}`, as Markdown code."""
     options = ", ".join(f"{key}: {_value(value)}" for key, value in group["options"].items())
     return f"`{group['step']}: {{{options}}}`"
 
 
 def _value(value: Any) -> str:
+    """Write an option's value in YAML, on one line."""
     if isinstance(value, list):
         return f"[{', '.join(value)}]"
     plain = str(value)

@@ -23,6 +23,7 @@ from batchgen.storage.folder.pipeline_record import STEP_NAME
 
 Schema = dict[str, Any]
 _REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}
+"""A reference to another key, `${KEY}`."""
 _SCALARS: Mapping[Any, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"
 }  # fmt: skip
@@ -140,5 +141,6 @@ def _alternatives(hint: Any) -> tuple[set[str], set[Any]]:
 
 
 def _one_or_more(kind: str, enum: Sequence[str] = ()) -> Schema:
+    """Return the schema of a value, or a list of values, of the JSON type `kind` or from `enum`."""
     one: Schema = {"enum": list(enum)} if enum else {"type": kind}
     return {"anyOf": [one, {"type": "array", "items": one}]}

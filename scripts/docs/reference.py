@@ -132,10 +132,12 @@ def _prose(lines: tuple[str, ...]) -> str:
 
 
 def _escaped(text: str) -> str:
+    """Escape what Markdown would take for markup or for the end of a table cell."""
     return re.sub(r"([<*|])", r"\\\1", text)
 
 
 def _code(value: str) -> str:
+    """Return a value on one line as Markdown code; nothing for an empty one."""
     value = " ".join(value.split())
     return f"`{value}`".replace("|", "\\|") if value else ""
 

@@ -28,10 +28,13 @@ from transformers import AutoModelForImageTextToText
 SHIPPED = Path(__file__).parents[2] / "batchgen/data/nano_vl"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 8, 16
+"""The rank of the low-rank products, and LoRA's alpha: products are multiplied by ALPHA / RANK."""
 STEPS = (2, 5, 20)
 """After how many steps an adapter is written."""
 BATCH, LENGTH = 16, 96
+"""The problems of a training step, and the tokens that each is padded to."""
 ROWS = 40
+"""The problems that the job answers."""
 WORDINGS = ("What is twice {a}?", "Double {a}.", "What is the double of {a}?")
 
 JOB = """\
@@ -75,13 +78,13 @@ def doubles(split: str, seed: str) -> Iterator[tuple[str, str, int]]:
 def adapted(model: nn.Module, generator: torch.Generator) -> dict[str, LowRankLinear]:
     """Add a LoRA adapter to each of the modules TARGETS; return the adapters by module name."""
     model.requires_grad_(requires_grad=False)
-    found = {}
+    layers = {}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in TARGETS and isinstance(module, nn.Linear):
-            found[name] = LowRankLinear(module, generator)
-            setattr(model.get_submodule(parent), last, found[name])
-    return found
+            layers[name] = LowRankLinear(module, generator)
+            setattr(model.get_submodule(parent), last, layers[name])
+    return layers
 
 
 def write_adapter(folder: Path, layers: Mapping[str, LowRankLinear]) -> None:

@@ -23,6 +23,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 DRAFTS, DRAFT_WEIGHT = 3, 0.3
 """How many tokens the MTP head learns to draft, and the weight of the loss of each."""
 BALANCE_WEIGHT = 0.005
+"""The weight of the loss that grows if tokens go to few of the experts."""
 
 
 def all_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -80,6 +81,7 @@ class Hybrid:
                 layer.compile(dynamic=False)
 
     def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of the next token, plus those of the drafts and of uneven routing."""
         self._routed.clear()
         hidden = self.module.model(batch.ids, use_cache=False).last_hidden_state
         loss = answer_loss(self.module.lm_head(hidden), batch)

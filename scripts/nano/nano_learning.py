@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
 
 
 def chat(content: Iterable[int], answer: str) -> tuple[list[int], int]:
-    """Encode a chat of one message, given as tokens, and its answer.
+    """Encode a chat of one message, whose token ids are `content`, and its answer.
 
     Returns the tokens, and how many of them are the prompt, which is what the chat template writes.
     """

@@ -125,12 +125,14 @@ def sum_steps(a: int, b: int) -> list[str]:
 
 
 def _addition(random: Random) -> tuple[str, Problem]:
+    """Draw a sum of two numbers, and return its key (`is_held_out`) and the problem."""
     a, b = _up_to_3_digits(random), _up_to_3_digits(random)
     low, high = sorted((a, b))
     return f"{low}+{high}", _arithmetic(random, "add", f"{a} + {b}", sum_steps(a, b), a + b)
 
 
 def _subtraction(random: Random) -> tuple[str, Problem]:
+    """Draw a difference that is not negative, and return its key and the problem."""
     b, a = sorted((_up_to_3_digits(random), _up_to_3_digits(random)))
     steps, borrow = [], 0
     for x, y in _digits(a, b):
@@ -142,6 +144,7 @@ def _subtraction(random: Random) -> tuple[str, Problem]:
 
 
 def _multiplication(random: Random) -> tuple[str, Problem]:
+    """Draw a product of numbers of one and two digits, and return its key and the problem."""
     a, b = random.randint(2, 9), random.randint(10, 99)
     tens, ones = a * (b - b % 10), a * (b % 10)
     steps = [f"{a}*{b - b % 10}={tens}", f"{a}*{b % 10}={ones}", f"{tens}+{ones}={tens + ones}"]
@@ -150,6 +153,7 @@ def _multiplication(random: Random) -> tuple[str, Problem]:
 
 
 def _story(random: Random, kind: str) -> tuple[str, Problem]:
+    """Draw a word problem of a kind of `STORIES`, and return its key and the problem."""
     story = STORIES[kind]
     a, b, c = story.draw(random.randint)
     name, other = random.sample(NAMES, 2)
@@ -166,6 +170,7 @@ def _story(random: Random, kind: str) -> tuple[str, Problem]:
 
 
 def _arithmetic(random: Random, kind: str, text: str, steps: list[str], result: int) -> Problem:
+    """Make a problem that asks for `text`, such as "2 + 3", in one of three wordings."""
     question = random.choice(("What is {}?", "Calculate {}.", "{} = ?")).format(text)
     return Problem(kind, question, f"{', '.join(steps)}.", result)
 

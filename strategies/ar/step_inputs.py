@@ -1,5 +1,6 @@
 """The state of autoregressive decoding between steps: the newest token of each row. `ARStrategy`
-owns it."""
+owns it. The engine calls `merge_prefill` when prompts have been read, and `step_decode` after each
+decode step; the next forward reads `newest`."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class ARStrategy(Strategy):
         return self._step_inputs
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        """Draw each row's next token. `guide` masks what the rows' constraints do not allow."""
         mask = None if guide is None else guide.mask(output.logits)
         return sample_tokens(
             output.divided, self.step_inputs.sampling, output.positions + 1, mask=mask

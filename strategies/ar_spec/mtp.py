@@ -38,12 +38,12 @@ class MTPProposer(Proposer):
     Drafts are drawn as in `DraftProposer`.
 
     Args:
-        own_law: as for `DraftProposer`.
+        for_rejection: as for `DraftProposer`.
     """
 
-    def __init__(self, runner: ModelRunner, own_law: bool) -> None:
+    def __init__(self, runner: ModelRunner, for_rejection: bool) -> None:
         self._runner = runner
-        self._own_law = own_law
+        self._for_rejection = for_rejection
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
         """Return the cost of reading a step's tokens, which every step has, and of drawing its
@@ -54,6 +54,7 @@ class MTPProposer(Proposer):
         drawing = ForwardSeconds.measure(self._runner, max_rows, (1,))
 
         def seconds(num_rows: int, k: int) -> float:
+            # `drawing` is a forward and logits. The first draft takes no forward.
             drafts = k * drawing(num_rows) - reading(num_rows) if k else 0.0
             return reading(num_rows * (1 + k)) + max(drafts, 0.0)
 
@@ -89,7 +90,9 @@ class MTPProposer(Proposer):
             rows = replace(state.newest, positions=before)
             return self._runner.hidden_states(_of_head(rows, token_ids, hidden))
 
-        return draft_one_by_one(state, k, self._runner, state.rows.hidden, read, self._own_law)
+        return draft_one_by_one(
+            state, k, self._runner, state.rows.hidden, read, self._for_rejection
+        )
 
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
         assert output.hidden is not None

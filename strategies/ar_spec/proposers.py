@@ -71,9 +71,9 @@ class NgramProposer(Proposer):
     row or in others (prompt lookup, Saxena 2023). Drafts end before an image."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        token_ids, counts = state.store.propose(state.rows.entries_there, k)
-        if state.strange_from is not None:
-            is_token = token_ids < state.strange_from
+        token_ids, counts = state.store.propose(state.rows.store_rows, k)
+        if state.image_ids_from is not None:
+            is_token = token_ids < state.image_ids_from
             counts = counts.minimum(is_token.int().cumprod(1).sum(1, dtype=torch.int32))
             token_ids = torch.where(is_token, token_ids, 0)
         return Drafts(token_ids, counts)
@@ -91,15 +91,15 @@ class DraftProposer(Proposer):
     equal.
 
     Args:
-        own_law: whether to draw with separate random numbers, and return the distribution of each
-            draft, as rejection sampling requires.
+        for_rejection: whether to draw with separate random numbers, and return the distribution of
+            each draft, as rejection sampling requires.
     """
 
     widths: tuple[int, ...] = (1, 2, CATCH_UP_WIDTH)
 
-    def __init__(self, runner: ModelRunner, own_law: bool) -> None:
+    def __init__(self, runner: ModelRunner, for_rejection: bool) -> None:
         self._runner = runner
-        self._own_law = own_law
+        self._for_rejection = for_rejection
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
         forward_seconds = ForwardSeconds.measure(self._runner, max_rows, (1,))
@@ -128,13 +128,14 @@ class DraftProposer(Proposer):
             state.draft_lag = max(2, state.draft_lag - CATCH_UP_WIDTH)
         # Read two tokens: the model that drafted a step's last draft has not read it, and if all
         # drafts held, it is the token before the newest.
-        hidden = self._read(state, 2, 2).unflatten(0, (-1, 2))[:, 1]
+        hidden = self._read(state, back=2, width=2).unflatten(0, (-1, 2))[:, 1]
         state.draft_lag = 2
 
         def read(token_ids: Tensor, positions: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
-            return self._runner.hidden_states(_with_tokens(state.newest, token_ids, positions, 1))
+            inputs = _with_tokens(state.newest, token_ids, positions, width=1)
+            return self._runner.hidden_states(inputs)
 
-        return draft_one_by_one(state, k, self._runner, hidden, read, self._own_law)
+        return draft_one_by_one(state, k, self._runner, hidden, read, self._for_rejection)
 
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
         """Let the draft model read `width` known tokens of each row, starting with the `back`-th
@@ -144,7 +145,7 @@ class DraftProposer(Proposer):
         offsets = torch.arange(1 - back, 1 - back + width, device=newest.device).clamp(max=0)
         positions = (newest + offsets).clamp(min=0)
         store = state.store.tokens
-        token_ids = store[state.rows.entries_there.unsqueeze(1), positions].long()
+        token_ids = store[state.rows.store_rows.unsqueeze(1), positions].long()
         inputs = _with_tokens(state.newest, token_ids.flatten(), positions.flatten(), width)
         return self._runner.hidden_states(inputs)
 
@@ -155,7 +156,7 @@ def draft_one_by_one(
     runner: ModelRunner,
     hidden: Tensor,
     read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    own_law: bool,
+    for_rejection: bool,
 ) -> Drafts:
     """Draft k tokens for each row, one after another, from hidden states of the drafting model.
 
@@ -166,16 +167,16 @@ def draft_one_by_one(
         read: lets the model read one draft of each row, and returns the hidden states [B,
             hidden_size] for the next one. Arguments: the drafts [B], their positions [B], the
             positions before [B], and the hidden states of these, from which the drafts were drawn.
-        own_law: as for `DraftProposer`.
+        for_rejection: as for `DraftProposer`.
     """
-    sampling, drafts, laws = state.sampling, [], []
+    sampling, drafts, probs = state.sampling, [], []
     positions = state.positions_ahead(1 + k).T.contiguous()
     for j in range(k):
-        logits, drawn = runner.divided_logits(hidden), positions[j] + 1
-        if own_law:
+        logits, drawn = runner.divided_logits(hidden), positions[j] + 1  # drawn: its position
+        if for_rejection:
             processed = process(logits.whole(), sampling, drawn)
-            token_ids, law = draw_drafts(processed, sampling.seeds, drawn, sampling.greedy)
-            laws.append(law)
+            token_ids, distribution = draw_drafts(processed, sampling.seeds, drawn, sampling.greedy)
+            probs.append(distribution)
         else:
             token_ids = sample_tokens(logits, sampling, drawn).token_ids[:, 0]
         drafts.append(token_ids)
@@ -186,7 +187,7 @@ def draft_one_by_one(
                 sampling.append(token_ids.unsqueeze(1), torch.ones_like(token_ids), drawn)
             hidden = read(token_ids, positions[j + 1], positions[j], hidden)
     counts = torch.full_like(token_ids, k, dtype=torch.int32)
-    return Drafts(torch.stack(drafts, 1), counts, torch.stack(laws, 1) if own_law else None)
+    return Drafts(torch.stack(drafts, 1), counts, torch.stack(probs, 1) if for_rejection else None)
 
 
 def _with_tokens(

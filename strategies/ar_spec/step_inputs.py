@@ -36,8 +36,8 @@ class SpecRows(Batched):
     """The state of B rows in speculative decoding, in addition to that of every strategy."""
 
     # [B] int64 on the host, the row's index in the token store.
-    entries: npt.NDArray[np.int64] = row()
-    entries_there: Tensor = row()  # [B] int64, the same indices on the device
+    store_rows_on_host: npt.NDArray[np.int64] = row()
+    store_rows: Tensor = row()  # [B] int64, the same indices on the device
     # [B] int64, the last position that each row can have. It keeps steps within the row's blocks if
     # the row has ended and the host did not know it at the launch.
     limits: Tensor = row()
@@ -78,14 +78,16 @@ class SpecStepInputs(StepInputs):
         self.step_hidden: Tensor | None = None
         self.joining_hidden: Tensor | None = None
         self._store: NgramIndex | None = None
-        self._free_entries: deque[int] = deque()
+        self._free_store_rows: deque[int] = deque()
         self._rows: SpecRows | None = None
+        # The next three are of the current step, and None if it has no drafts: the drafts, copies
+        # of their ids and counts to the host, and the inputs with the drafts.
         self._drafts: Drafts | None = None
         self._on_host: tuple[Download, Download] | None = None
         self._wide: ModelInputs | None = None
-        self._repeated: dict[int, SamplingInputs] = {}
+        self._repeated: dict[int, SamplingInputs] = {}  # by width
         # Ids from this one on stand for image tokens in the index; None if it has none.
-        self.strange_from: int | None = None
+        self.image_ids_from: int | None = None
 
     def allocate(
         self, limits: Limits, min_n: int, max_n: int, pool: bool, *, indexed: bool
@@ -99,9 +101,9 @@ class SpecStepInputs(StepInputs):
             indexed: whether n-grams are looked up at all. If not, the index is as small as
                 possible.
         """
-        entries = limits.max_rows * (_POOL_ROWS if pool else 1)
+        num_store_rows = limits.max_rows * (_POOL_ROWS if pool else 1)
         self._store = NgramIndex.allocate(
-            entries,
+            num_store_rows,
             limits.max_model_len,
             min_n,
             max_n,
@@ -109,12 +111,12 @@ class SpecStepInputs(StepInputs):
             limits.device,
             most_entries=None if indexed else 1,
         )
-        self._free_entries = deque(range(entries))
+        self._free_store_rows = deque(range(num_store_rows))
         self._vocab_size, self._indexed = limits.vocab_size, indexed
 
     @property
     def store(self) -> NgramIndex:
-        """The token store, in which rows have the indices `rows.entries`."""
+        """The token store, in which rows have the indices `rows.store_rows`."""
         assert self._store is not None, "allocate comes first"
         return self._store
 
@@ -158,60 +160,60 @@ class SpecStepInputs(StepInputs):
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add rows as in every strategy, and add their tokens to the token store."""
         device, count = newest.device, len(rows.seqs)
-        entries = np.array([self._free_entries.popleft() for _ in range(count)], np.int64)
-        limits = [seq.max_tokens - 1 for seq in rows.seqs]
-        uploaded = upload(
-            np.stack([entries, np.array(limits), rows.context_lens]), torch.int64, device
+        on_host = np.array([self._free_store_rows.popleft() for _ in range(count)], np.int64)
+        last_positions = [seq.max_tokens - 1 for seq in rows.seqs]
+        store_rows, limits, context_lens = upload(
+            np.stack([on_host, np.array(last_positions), rows.context_lens]), torch.int64, device
         )
         before = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
         steps = [n + seq.prefill_yields for n, seq in zip(before, rows.seqs, strict=True)]
-        self._store_prompts(rows, entries, uploaded[0])
+        self._store_prompts(rows, on_host, store_rows)
         # The newest tokens are added separately, because they are only on the device yet.
         ones = torch.ones_like(newest, dtype=torch.int32)
-        self.store.append(uploaded[0], uploaded[2], newest.unsqueeze(1), ones)
+        self.store.append(store_rows, context_lens, newest.unsqueeze(1), ones)
         self._add_rows(rows, newest)
         hidden = self.joining_hidden
         if hidden is None:
             hidden = newest.new_empty((count, 0))
         uploaded_steps = upload(steps, torch.int32, device)
-        new = SpecRows(entries, uploaded[0], uploaded[1], uploaded_steps, hidden)
+        new = SpecRows(on_host, store_rows, limits, uploaded_steps, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
     def _store_prompts(
-        self, rows: JoiningRows, store_indices: npt.NDArray[np.int64], entries: Tensor
+        self, rows: JoiningRows, on_host: npt.NDArray[np.int64], store_rows: Tensor
     ) -> None:
         """Add the tokens that the prefill has read to the token store.
 
         Args:
-            store_indices, entries: [B] int64, the rows' indices in the store, on the host and on
-                the device.
+            on_host, store_rows: [B] int64, the rows' indices in the store, on the host and on the
+                device.
         """
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
-        stored_rows = zip(token_ids, rows.seqs, lens.tolist(), store_indices.tolist(), strict=True)
-        for ids, seq, length, entry in stored_rows:
+        stored_rows = zip(token_ids, rows.seqs, lens.tolist(), on_host.tolist(), strict=True)
+        for ids, seq, length, store_row in stored_rows:
             ids[:length] = seq.token_ids[:length]
             if self._indexed and seq.spans:
-                self._hide_images(ids, seq, entry)
-        uploaded = upload(token_ids, torch.int64, entries.device)
-        counts = upload(lens, torch.int64, entries.device)
-        self.store.reset(entries)
-        self.store.append(entries, torch.zeros_like(entries), uploaded, counts)
+                self._hide_images(ids, seq, store_row)
+        uploaded = upload(token_ids, torch.int64, store_rows.device)
+        counts = upload(lens, torch.int64, store_rows.device)
+        self.store.reset(store_rows)
+        self.store.append(store_rows, torch.zeros_like(store_rows), uploaded, counts)
 
-    def _hide_images(self, ids: npt.NDArray[np.int64], seq: Sequence, entry: int) -> None:
+    def _hide_images(self, ids: npt.NDArray[np.int64], seq: Sequence, store_row: int) -> None:
         """Replace each token of a row's images by an id that occurs nowhere else, so that n-grams
         with image tokens never match others."""
         first, num_ids = self._vocab_size, 2**31 - self._vocab_size
         for span in seq.spans:
-            indices = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
+            indices = np.arange(span.start, span.end) + store_row * self.store.tokens.shape[1]
             ids[span.start : span.end] = first + indices % num_ids
-        self.strange_from = first
+        self.image_ids_from = first
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
-        entries = self.rows.entries
-        self._free_entries.extend(np.setdiff1d(entries, entries[keep]).tolist())
+        indices = self.rows.store_rows_on_host
+        self._free_store_rows.extend(np.setdiff1d(indices, indices[keep]).tolist())
         self._rows = self.rows.index_select(keep) if len(keep) else None
         self._repeated.clear()
 
@@ -242,7 +244,7 @@ class SpecStepInputs(StepInputs):
         inputs, rows = self.newest, self.rows
         starts = inputs.positions + 1
         self._sampling = self.sampling.append(step.token_ids, step.num_tokens, starts)
-        self.store.append(rows.entries_there, starts, step.token_ids, step.num_tokens)
+        self.store.append(rows.store_rows, starts, step.token_ids, step.num_tokens)
         input_ids, positions, steps = advance(
             step.token_ids, step.num_tokens, inputs.positions, rows.limits, rows.steps
         )

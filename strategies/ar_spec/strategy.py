@@ -157,7 +157,7 @@ class ARSpecStrategy(Strategy):
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         for name, proposer in ((DRAFT, DraftProposer), (MTP, MTPProposer)):
             if name in runners:
-                self._proposer = proposer(runners[name], self._rejection)
+                self._proposer = proposer(runners[name], for_rejection=self._rejection)
         if self._adaptive:
             widths = self.models[TARGET].widths
             costs = ForwardSeconds.measure(runners[TARGET], self._max_rows, widths)
@@ -186,7 +186,7 @@ class ARSpecStrategy(Strategy):
         step = super().first_tokens(output, rows)
         steps = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
         previous_steps = upload(steps, torch.int32, output.positions.device)
-        return _described(step, None, previous_steps, rows.sampling)
+        return _described(step, drafts=None, steps=previous_steps, sampling=rows.sampling)
 
     def propose(self, batch: DecodeBatch) -> None:
         state = self.step_inputs

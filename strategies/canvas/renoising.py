@@ -119,6 +119,7 @@ class RenoisingRows(Batched):
                 from.
         """
         ascending, order = entropies.double().sort(dim=1, stable=True)
+        # Each position's sum of the smaller entropies: a position's own is the largest up to it.
         within = ascending.cumsum(1) - ascending <= self.entropy_bound.unsqueeze(1)
         return torch.zeros_like(within).scatter(1, order, within)
 

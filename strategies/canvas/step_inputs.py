@@ -151,8 +151,8 @@ class CanvasStepInputs(StepInputs):
         self._canvases = self._opened(rows)
 
     def _opened(self, rows: Tensor) -> CanvasRows:
-        """Return the canvases after the given rows [B] bool have begun their next canvas, or
-        ended."""
+        """Return the canvases after the rows `rows` [B] bool have begun their next canvas, or have
+        ended because they cannot have another."""
         canvases = self.canvases
         more = rows & (canvases.starts < canvases.last_starts)
         starts = torch.where(more, canvases.starts + self._length, canvases.starts)

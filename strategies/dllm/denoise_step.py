@@ -70,23 +70,28 @@ def decide_writes(
     """Draw tokens, and decide where they are written: by the rows' rules, their constraints, or the
     trajectories that they replay."""
     rules, step_state = state.rules, (state.candidates, state.blocks.denoised)
-    guided = conflicts = own_edits = None
+    guided = conflicts = guided_edits = None
     if guide is None:
         drawn = draw(None)
         unmasked = rules.unmasked(*step_state, drawn)
     else:
-        drawn, taken = denoise(
+        drawn, decisions = denoise(
             guide,
             state.masked_on_host,
             output.logits,
             draw,
-            lambda drawn: rules.permitted(*step_state, drawn),
-            [row for row, _ in guide.matchers if rules.rules[row].edits],
-            state.edits,
+            permit=lambda drawn: rules.permitted(*step_state, drawn),
+            editing=[row for row, _ in guide.matchers if rules.rules[row].edits],
+            edit=state.edits,
         )
-        guided, guided_unmasked, own_edits, conflicts = (
+        guided, guided_unmasked, guided_edits, conflicts = (
             upload(each, torch.bool, output.logits.device)
-            for each in (taken.rows, taken.unmasks, taken.edited, taken.conflicts)
+            for each in (
+                decisions.rows,
+                decisions.unmasks,
+                decisions.edited,
+                decisions.conflicts,
+            )
         )
         unmasked = torch.where(
             guided.unsqueeze(1), guided_unmasked, rules.unmasked(*step_state, drawn)
@@ -95,8 +100,8 @@ def decide_writes(
     edited: Tensor | None = None
     if rules.any_edits:
         _, edited = state.edits(drawn)
-        if guided is not None and own_edits is not None:
-            edited = torch.where(guided.unsqueeze(1), own_edits, edited)
+        if guided is not None and guided_edits is not None:
+            edited = torch.where(guided.unsqueeze(1), guided_edits, edited)
     writes = Writes(unmasked, edited, drawn.token_ids.view(unmasked.shape))
     return DenoiseStep(drawn, writes, guided, conflicts)
 
@@ -111,18 +116,18 @@ def _replay(
     replays, token_ids, steps = replayed
     rows = replays.rows
     is_replayed = rows.repeat_interleave(unmasked.shape[1])
-    taken = take_tokens(
+    scored = take_tokens(
         output.logits,
         state.repeated,
         output.positions,
         torch.where(is_replayed, token_ids.flatten(), drawn.token_ids),
     )
     columns = {
-        name: torch.where(is_replayed.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+        name: torch.where(is_replayed.view(-1, *[1] * (v.dim() - 1)), scored.columns[name], v)
         for name, v in drawn.columns.items()
     }
     unmasked = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), unmasked)
-    return drawn._replace(token_ids=taken.token_ids, columns=columns), unmasked
+    return drawn._replace(token_ids=scored.token_ids, columns=columns), unmasked
 
 
 def ordered(values: Tensor, order: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ MOST_EDITS = 256
 
 def edit_log(old: Tensor | None, blocks: BlockRows, writes: Writes, limit: int) -> Tensor:
     """Return the edits of each position after a step, [B, L, K, 3] int32: step, old id and new id
-    of each, the newest first; unused entries are 0.
+    of each, the newest first; unused entries are 0. The engine adds the position, the first of the
+    column's four values, when it reads a row's log.
 
     Args:
         old: the edits before the step, in the same layout; None before the first step.

@@ -51,8 +51,9 @@ class Taken:
     @classmethod
     def nothing(cls, rows: int, length: int) -> Taken:
         """Return a step of B rows with blocks of L positions that has not taken anything yet."""
-        flags, masks = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
-        return cls(flags[0], masks[0], masks[1], flags[1])
+        constrained, conflicts = np.zeros((2, rows), np.bool_)
+        unmasks, edited = np.zeros((2, rows, length), np.bool_)
+        return cls(constrained, unmasks, edited, conflicts)
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ def _take_drawn(
         conflict if drawn.conflict is None else drawn.conflict,
     )
     parts = (drawn.token_ids, *flags, *(part.flatten() for part in edits))
-    sent = Download(torch.stack(parts))  # one copy, for one wait
+    sent = Download(torch.stack(parts))  # one copy, for one wait; unpacked in the same order
     token_ids, allowed, failed, conflicts, *replaced = sent.wait().reshape(-1, *shape)
     for run in runs:
         row, index = run.row, run.start + len(run.token_ids)

@@ -16,26 +16,27 @@ def joining_blocks(
 ) -> BlockRows:
     """Return the block, of `length` positions, that each joining row denoises first. All whole
     blocks before it were prefilled. `firsts` are the positions where the rows' very first blocks
-    begin."""
-    count = len(rows.seqs)
-    starts = rows.context_lens
-    last_starts = np.array([(seq.max_tokens - 1) // length * length for seq in rows.seqs])
-    lengths = np.array([seq.num_tokens for seq in rows.seqs]) - starts
-    token_ids = np.zeros((count, length), np.int64)
-    for ids, seq, start, num_known in zip(token_ids, rows.seqs, starts, lengths, strict=True):
-        ids[:num_known] = seq.token_ids[start:]
-    steps = np.array([steps_so_far(seq) for seq in rows.seqs])
-    numbers = upload(np.stack([starts, last_starts, lengths, steps, firsts]), torch.int64, device)
-    masked = torch.arange(length, device=device) >= numbers[2].unsqueeze(1)
+    begin. The known tokens that are left begin the block, and its other positions are masked."""
+    begins = rows.context_lens
+    last_begins = np.array([(seq.max_tokens - 1) // length * length for seq in rows.seqs])
+    num_known = np.array([seq.num_tokens for seq in rows.seqs]) - begins
+    token_ids = np.zeros((len(rows.seqs), length), np.int64)
+    for ids, seq, begin, count in zip(token_ids, rows.seqs, begins, num_known, strict=True):
+        ids[:count] = seq.token_ids[begin:]
+    num_steps = np.array([steps_so_far(seq) for seq in rows.seqs])
+    starts, last_starts, known, steps, first_starts = upload(
+        np.stack([begins, last_begins, num_known, num_steps, firsts]), torch.int64, device
+    )
+    masked = torch.arange(length, device=device) >= known.unsqueeze(1)
     return BlockRows(
-        starts=numbers[0],
-        first_starts=numbers[4],
-        last_starts=numbers[1],
+        starts=starts,
+        first_starts=first_starts,
+        last_starts=last_starts,
         token_ids=upload(token_ids, torch.int64, device),
         masked=masked,
-        prompt_tokens=numbers[2],
-        denoised=torch.zeros_like(numbers[0]),
-        steps=numbers[3].int(),
+        prompt_tokens=known,
+        denoised=torch.zeros_like(starts),
+        steps=steps.int(),
         complete=~masked.any(1),
-        edit_steps=torch.zeros_like(numbers[0]),
+        edit_steps=torch.zeros_like(starts),
     )

@@ -13,8 +13,8 @@ def check_length(
     block_length: int | None, sub_block_length: int | None, model: ModelConfig
 ) -> tuple[int, Diffusion]:
     """Return the block length, and the model's diffusion options. Raises ValueError if the model is
-    not a diffusion model, if neither the option nor the model gives a block length, or if
-    sub-blocks do not divide it."""
+    not a diffusion model, if neither the option nor the model has a block length, or if sub-blocks
+    do not divide it."""
     if model.diffusion is None:
         what, other = "predicts next tokens", "ar"
         if model.canvas_length is not None:

@@ -1,4 +1,5 @@
-"""Rows that replay a trajectory, in which the trajectory determines which tokens a step unmasks.
+"""Rows that replay a trajectory (the tokens of an answer and the denoise step that wrote each): the
+trajectory determines which tokens a step unmasks.
 
 Everything else is as if the tokens were drawn: the same blocks, forwards and steps. So the
 log-probability of a token is given the tokens that were unmasked before its step, and has the bits
@@ -21,6 +22,7 @@ from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.sequence import Sequence
 
 _LAST = torch.iinfo(torch.int32).max
+"""A number above that of every step."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,9 @@ def is_exact(trajectory: Trajectory, num_prompt_tokens: int, length: int) -> boo
     rest = -end % length
     if tail is not None and len(tail) > rest:
         raise _bad(f"the tail has {len(tail)} tokens, and its block has {rest} after the answer")
+    # The answer's tokens in its first block, which may begin with prompt tokens.
     first = length - num_prompt_tokens % length
-    last = 0
+    last = 0  # the last step of the block before
     for start in (0, *range(first, len(steps), length)):
         block = steps[start : first if start == 0 else start + length]
         if min(block) <= last:
@@ -121,6 +124,7 @@ def is_exact(trajectory: Trajectory, num_prompt_tokens: int, length: int) -> boo
 
 
 def _bad(what: str) -> RequestError:
+    """Make the error of steps that cannot be replayed."""
     return RequestError(
         "bad_step_map",
         f"the steps of the answer are not those of a row that was generated with these options: "
@@ -143,4 +147,5 @@ def _line(seq: Sequence, length: int, mask_token_id: int) -> npt.NDArray[np.int6
 
 
 def _padded(table: Tensor, width: int) -> Tensor:
+    """Append zeros to the lines of a table [B, T]: [B, width]."""
     return torch.nn.functional.pad(table, (0, width - table.shape[1]))

@@ -96,6 +96,8 @@ def count_forwards(
     """
     forwards = torch.where(yielded, outcome.denoised, 0)
     forwards += torch.where(ended, blocks.denoised + 1, 0)
+    # `extra`: whether a row had a forward besides the denoise steps; `commits`: whether a forward
+    # only made its KV final.
     if late:
         # A row's block becomes final in the first denoise step of the next block, or in a separate
         # forward.

@@ -105,7 +105,7 @@ class DLLMStrategy(Strategy):
             raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")
         self._rule = named_rule(
             unmasking,
-            # The configuration sets this number for every rule.
+            # The configuration sets this number whatever the rule, so it stands for "not set".
             confidence_threshold=None
             if confidence_threshold == _CONFIDENCE
             else confidence_threshold,
@@ -117,7 +117,7 @@ class DLLMStrategy(Strategy):
         )
         if sub_block_length is not None and sub_block_length < 1:
             raise ValueError(f"sub_block_length must be at least 1, got {sub_block_length!r}")
-        self._asked_length, self._sub_block_length = block_length, sub_block_length
+        self._block_length_option, self._sub_block_length = block_length, sub_block_length
         self._shifted = False
         self._fused = fused_commit
         self._commit_room: CommitRoom | None = None
@@ -136,7 +136,7 @@ class DLLMStrategy(Strategy):
 
     def block_length(self, model: ModelConfig) -> int:
         """Return the option `block_length`, or else the length that the model was trained for."""
-        length, diffusion = check_length(self._asked_length, self._sub_block_length, model)
+        length, diffusion = check_length(self._block_length_option, self._sub_block_length, model)
         if self._step_inputs is None:
             self._length, self._commit_room = length, CommitRoom(length)
             self._shifted = diffusion.shifted

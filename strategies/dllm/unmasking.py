@@ -49,10 +49,12 @@ class RuleRows(Batched):
 
     @cached_property
     def _orders(self) -> frozenset[UnmaskingOrder]:
+        """The orders of any rows."""
         return frozenset(rule.cut().order for rule in self.rules)
 
     @cached_property
     def _any_threshold(self) -> bool:
+        """Whether any row unmasks positions above a confidence."""
         return any(rule.cut().threshold < _INF for rule in self.rules)
 
     @cached_property
@@ -95,8 +97,11 @@ class RuleRows(Batched):
         return self._run(masked, denoised, drawn, None)
 
     def _run(self, masked: Tensor, denoised: Tensor, drawn: Drawn, keys: Tensor | None) -> Tensor:
+        """Return the positions that a step unmasks, ranked by descending `keys` [B, L]; None: from
+        left to right. Otherwise as `unmasked`."""
         length = masked.shape[1]
         steps = self.steps.clamp(min=1)
+        # The positions of a block, divided evenly among its steps, larger shares first.
         spread = length // steps + (denoised < length % steps)
         counts = torch.where(self.steps > 0, spread.clamp(min=1), self.at_least)
         confidence = threshold = entropy = bound = None

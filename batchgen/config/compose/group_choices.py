@@ -1,4 +1,5 @@
-"""Infers the choice of a group from the keys that the user sets in it."""
+"""Infers the choice of a group from the keys that the user sets in it: `model.path=m` means
+`model=hf`. `compose_config.py` and `user_values.py` use `inferred_choice`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
     fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), values)]
     for name, value in values.items():
         choice = _BY_KEY.get((group, name))
-        # A template of the user's message (`user`) is also a key of prompt=chat, the default.
+        # With a template of the user's message (`user`) it is prompt=chat, the default, which
+        # refuses two sources of messages.
         if choice in fitting and value is not None and "user" not in values:
             return choice
     if not fitting or default_choices()[group] in fitting:

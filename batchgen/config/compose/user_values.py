@@ -89,6 +89,7 @@ class UserValues:
                 self.choices[group] = self._checked_choice(group, value, self.at(key))
 
     def _add_steps(self, key: str, value: Any, start: str) -> None:
+        """Add a list of steps. `start` begins error messages, here and below."""
         if key not in STEP_LISTS:
             name = key.partition(".")[0]
             raise ConfigError(
@@ -98,6 +99,7 @@ class UserValues:
         self.steps[key] = value
 
     def _add_group(self, group: str, values: dict[str, Any]) -> None:
+        """Add the keys of a group, which may have its choice among them, or be a class."""
         if CHOICE in values:
             choice = values.pop(CHOICE)
             self.choices[group] = self._checked_choice(group, choice, self.at(f"{group}.{CHOICE}"))
@@ -108,6 +110,7 @@ class UserValues:
             self._add_key(f"{group}.{name}", value)
 
     def _add_key(self, key: str, value: Any) -> None:
+        """Add one key by its full name. Raises ConfigError if no choice has it."""
         group, _, name = key.partition(".")
         if self._is_nowhere(key):
             raise ConfigError(self.at(key) + self.unknown_key(key))
@@ -156,6 +159,7 @@ class UserValues:
         return not (known or self.folders or group in self.whole)
 
     def _checked_choice(self, group: str, choice: Any, start: str) -> str:
+        """The choice of a group as text. Raises ConfigError if there is no such choice."""
         known = choices(group, self.folders)
         if isinstance(choice, dict):
             raise ConfigError(f"{start}give the keys of a group one by one: {group}.KEY=VALUE")

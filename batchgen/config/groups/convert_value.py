@@ -18,6 +18,7 @@ T = TypeVar("T")
 MISSING = "???"
 """The value in a configuration file that the user must replace; OmegaConf has the same mark."""
 
+# Type → its name in messages.
 _SCALARS = {
     int: "an integer",
     float: "a number",
@@ -116,6 +117,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _scalar(value: Any, hint: type, key: str) -> Any:
+    """The value as a text, number, boolean or null, see `convert`."""
     if hint is str and not isinstance(value, str):
         # A user who typed [A-D] without quotes gave a list, not text.
         typed = "…" if isinstance(value, (list, dict)) else value
@@ -157,6 +159,7 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
 
 
 def _tuple(value: Any, hints: tuple[Any, ...], key: str) -> tuple[Any, ...]:
+    """The value as a tuple of one type and any length, or of one type for each item."""
     if not hints:
         return tuple(_list(value, Any, key))
     if len(hints) == 2 and hints[1] is Ellipsis:  # tuple[int, ...] has any length
@@ -169,6 +172,7 @@ def _tuple(value: Any, hints: tuple[Any, ...], key: str) -> tuple[Any, ...]:
 
 
 def _list(value: Any, hint: Any, key: str) -> list[Any]:
+    """The value as a list of one type; a single text or number is a list of one item."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list):
@@ -177,6 +181,7 @@ def _list(value: Any, hint: Any, key: str) -> list[Any]:
 
 
 def _mapping(value: Any, names: Any, items: Any, key: str) -> dict[Any, Any]:
+    """The value as a mapping, with the types of its names and of its items."""
     if not isinstance(value, dict) or (
         names is str and not all(isinstance(name, str) for name in value)
     ):

@@ -90,6 +90,7 @@ def _parameters(cls: type, name: str, where: str) -> dict[str, inspect.Parameter
 
 
 def _option(value: Any, hint: Any, key: str, cls: str) -> Any:
+    """The value of an option as its declared type, see `convert`."""
     try:
         return convert(value, hint, key)
     except UnsupportedType:

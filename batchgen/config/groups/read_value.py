@@ -20,6 +20,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+# An escape in double quotes; its groups are hex digits of \u, hex digits of \x, or a letter.
 _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"\\/]))')
 _MEANINGS = {"n": "\n", "t": "\t", "r": "\r"}
 _NAMES = {"n": "the end of a line", "t": "a tab", "r": "a carriage return"}
@@ -27,7 +28,9 @@ _INTEGER = re.compile(r"[+-]?\d(_?\d)*")
 _NUMBER = re.compile(
     r"[+-]?((\d(_?\d)*\.?(\d(_?\d)*)?|\.\d(_?\d)*)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE
 )
+# Words without quotes that are values.
 _WORDS = {"true": True, "false": False, "null": None}
+# A reference to another key: ${KEY}.
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _BARE = {
@@ -143,6 +146,7 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
 
 
 def _list(text: str, item: Any, escapes: bool) -> Any:
+    """Read a list whose items have the type `item`: `[a, "b"]`, `a,b`, or one text."""
     short, form = text.strip(), type_form(item)[0]
     if short.startswith("["):
         return _finish(_Brackets(short).whole(), form, escapes)
@@ -227,6 +231,7 @@ class _Brackets:
         return rest
 
     def _value(self, stop: str) -> Any:
+        """Read a list, a mapping, or a text that ends before a comma or the sign `stop`."""
         rest = self._rest()
         if rest.startswith("["):
             return self._items("]")
@@ -235,6 +240,7 @@ class _Brackets:
         return self._text_before(stop)
 
     def _text_before(self, stop: str) -> str | _Bare:
+        """Read a text, in quotes or up to a comma or the sign `stop`."""
         rest = self._rest()
         if quoted := _QUOTED.match(rest):
             self._at += quoted.end()
@@ -272,6 +278,7 @@ class _Brackets:
                 )
 
     def _pair(self, before: list[Any]) -> tuple[str, Any]:
+        """Read `key: value`. `before` are the pairs of the mapping that were read so far."""
         key_text = self._text_before(":")
         key = key_text.text if isinstance(key_text, _Bare) else key_text
         if not self._rest().startswith(":"):

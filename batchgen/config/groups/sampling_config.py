@@ -1,4 +1,5 @@
-"""The configuration group `sampling`: how tokens are chosen, and how many samples a row has."""
+"""The configuration group `sampling`: how tokens are chosen, and how many samples a row has. The
+files conf/sampling/*.yaml explain the keys."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ class UntilConfig:
         check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
 
     def _check_width(self, width: float) -> None:
+        """Check the keys of a rule by the width of the interval."""
         if self.valid is not None:
             raise ConfigError(
                 f"sampling.until has valid={self.valid} and width={width:g}: a row ends at a "

@@ -2,11 +2,9 @@
 compare` and reports. An *arm* is one line of the table: a job, or jobs that differ only in their
 seed.
 
-    arm         score  95%           difference  95%          p      differs in
-    A  first    61.0%  58.2 to 63.8                                  temperature=0
-    B  second   64.5%  61.7 to 67.2  +3.5        +1.1 to +5.9  0.004  temperature=0.7
-
-The figures are examples.
+    arm        score             95%  difference            95%        p  differs in
+    A  first   56.6%  52.2% to 60.9%                                      temperature=0
+    B  second  69.4%  65.2% to 73.3%       +12.8  +6.5 to +19.0  < 0.001  temperature=0.7
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
 
 
 def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
+    """An arm in `table_values`."""
     arm = row.arm
     values = {
         "name": arm.name,

@@ -35,8 +35,9 @@ from batchgen.util.paths import user_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.evals.scores.asked_prompts import AskedExam
+    from batchgen.evals.scores.asked_prompts import JobExam
 
+# The seed in the name of a sweep's job: `,sampling.seed=1`.
 _SEED_OF_NAME = re.compile(rf",?\b{re.escape(SEED)}=[^,]*")
 
 
@@ -181,12 +182,12 @@ class _Job:
         return self.samples(by) is not None
 
     @cached_property
-    def exam(self) -> AskedExam:
+    def exam(self) -> JobExam:
         """The prompts and the settings that the rows of the job were answered with."""
-        from batchgen.evals.scores.asked_prompts import AskedExam
+        from batchgen.evals.scores.asked_prompts import JobExam
 
         assert self.graded is not None
-        return AskedExam(self.graded)
+        return JobExam(self.graded)
 
 
 def _check_alone(jobs: Sequence[_Job]) -> None:

@@ -1,4 +1,9 @@
-"""Facts about jobs that a comparison shows next to scores: settings, metrics, and when they ran."""
+"""Facts about jobs that a comparison shows next to scores: settings, metrics, and when they ran.
+`job_arms.py` uses them.
+
+    config {"sampling": {"n": 4}}        →  settings {"sampling.n": "4"}
+    metrics {"rows": 8, "counts": {…}}   →  numbers {"rows": 8.0, "counts.num_forwards": 90.0, …}
+"""
 
 from __future__ import annotations
 
@@ -38,6 +43,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, s
 
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a configuration in _GROUPS, as dotted key and text."""
     for group in _GROUPS:
         for key, value in _flat(group, config.get(group)):
             if key != "model.name":  # follows from the path
@@ -45,6 +51,7 @@ def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the values inside a value that are not null, as dotted key and text."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _flat(f"{key}.{name}", item)
@@ -66,6 +73,7 @@ def job_numbers(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers inside a value, with their dotted keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _numbers(f"{key}.{name}" if key else str(name), item)

@@ -45,6 +45,7 @@ part of a word or of a version number. `_SPACED` is a number with spaces between
 plain space only before 0xx, because `3 500` may be two numbers."""
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 """A key or a position in a path: `.a` or `[0]`."""
+# A fenced block of JSON in a text.
 _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
 
 
@@ -134,6 +135,7 @@ class Extract(TextStep):
         names = ("answer", "answer_start", "answer_end", "reasoning_end")
         return tuple(self.prefix + name for name in names)
 
+    # The members from here to `apply_all` are those of `ColumnStep`.
     @property
     def columns(self) -> tuple[Column, ...]:
         answer, start, end, reasoning = self._names
@@ -242,6 +244,7 @@ class Extract(TextStep):
         return 0, len(text)
 
     def _pick(self, spans: list[Span]) -> Span | None:
+        """The first or the last span, as `which` says."""
         if not spans:
             return None
         return spans[0] if self.which == "first" else spans[-1]
@@ -255,6 +258,7 @@ class Extract(TextStep):
         return self._pick(letter_spans(text, self.letters))
 
     def _json_path(self, text: str) -> tuple[str, Span] | None:
+        """The value at `path` as text, and the span of the JSON that has it; None without one."""
         assert self.path is not None
         parsed = _json_in(text)
         if parsed is None:

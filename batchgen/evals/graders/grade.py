@@ -101,6 +101,8 @@ class Grade:
             if num_groups(self.target_pattern, "Grade: target_pattern") < 1:
                 raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
 
+    # The members from here to `apply_all` are those of `ColumnStep`. A step is isolated if `apply`
+    # may hang or crash, so that it must run in a worker process.
     @property
     def columns(self) -> tuple[Column, ...]:
         answer, target = self.answer, self.target

@@ -240,6 +240,7 @@ class Grader:
         pool: WorkerPool[AnswerRow, _Values],
         started: Iterator[tuple[_Values, AnswerRow | None]],
     ) -> Iterator[_Values]:
+        """Yield the values of rows whose first steps have run, once the pool has run the others."""
         # The values of the first steps, for rows that the pool has read and not yet returned.
         pending: deque[_Values] = deque()
 

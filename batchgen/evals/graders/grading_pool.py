@@ -157,6 +157,7 @@ class WorkerPool(Generic[A, R]):
         return self._map(iter(items))
 
     def _map(self, items: Iterator[A | Ready[R]]) -> Iterator[R | GradeFailure]:
+        """See `map`. Items are numbered from 0: `read` were read, and `yielded` results yielded."""
         waiting: deque[_Task[A]] = deque()
         done: dict[int, R | GradeFailure] = {}
         read, yielded, more = 0, 0, True
@@ -227,6 +228,7 @@ class WorkerPool(Generic[A, R]):
                     self._give_up(worker, failure, waiting, done)
 
     def _limit(self, worker: _Worker[A]) -> float:
+        """The seconds that a worker may take for its first item, or to start."""
         return self._seconds if worker.ready else self._start_seconds
 
     def _read(
@@ -279,6 +281,7 @@ class WorkerPool(Generic[A, R]):
         self._workers.remove(worker)
 
     def _start(self) -> None:
+        """Start a worker, connected by a pair of sockets, and send it the function."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(

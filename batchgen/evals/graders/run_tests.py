@@ -169,6 +169,7 @@ class RunTests:
         return result
 
     def _run(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
+        """Run a program against the values of the columns with tests; `name` is the function's."""
         if self.method == "assert":
             return run_tests(self._sandbox, program, _code(tests, name))
         try:
@@ -192,11 +193,13 @@ class RunTests:
         )
 
     def _run_calls(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
+        """Run cases that call a function, all in one sandbox."""
         seconds = min(self.seconds * len(cases), self.total_seconds)
         sandbox = replace(self._sandbox, seconds=seconds)
         return run_tests(sandbox, program, calling_tests(cases, name))
 
     def _with_inputs(self, program: str, cases: Sequence[Case], deadline: float) -> ProgramResult:
+        """Run cases that read standard input, each in a new sandbox, up to the first failure."""
         for index, case in enumerate(cases):
             limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())

@@ -1,4 +1,5 @@
-"""Reports which rows get another mark when a job is graded again with other or newer steps."""
+"""Reports which rows get another mark when a job is graded again with other or newer steps, for
+`batchgen grade`."""
 
 from __future__ import annotations
 
@@ -127,6 +128,7 @@ def _kind(row: ChangedMark) -> str:
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> ChangedMark:
+    """The change of a row, from its old and its new grades."""
     return ChangedMark(
         after["row_index"],
         after["sample_index"],
@@ -139,6 +141,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> ChangedMark:
 
 
 def _line(row: ChangedMark) -> str:
+    """A change as a line: `  q7 sample 2: wrong → right, answer "17" → "18"`."""
     name = beginning(row.row_id, _LENGTH) + f" sample {row.sample_index}" * (row.sample_index > 0)
     line = f"  {name}: {_word(row.mark_before)} → {_word(row.mark)}"
     answers = [_shown(answer) for answer in (row.answer_before, row.answer)]

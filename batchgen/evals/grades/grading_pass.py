@@ -153,6 +153,7 @@ class GradingPass:
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a shard, with the columns that the steps read; JSON is parsed."""
         with CheckedFile(shard) as file:
             for batch, readers in self._batches(file):
                 for row in batch.to_pylist():

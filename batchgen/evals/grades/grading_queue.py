@@ -29,6 +29,7 @@ from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.util.errors import ConfigError, JobError
 
+# The program of the process; its argument is the SETUP that `_start` writes, as JSON.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
     "from batchgen.evals.grades.grading_queue import main; main()"
@@ -113,6 +114,7 @@ class GradingQueue:
             self._process.stdin.write(b"\n")
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process that grades, see `main`."""
         config = self._config
         setup = {
             "path": sys.path,

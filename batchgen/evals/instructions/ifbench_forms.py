@@ -17,6 +17,7 @@ from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_words import tokens, words_of
 from batchgen.evals.instructions.sentences import sentences
 
+# The punctuation marks that are removed from words: from their ends, or everywhere.
 _MARKS = string.punctuation + " "
 _NO_MARKS = str.maketrans("", "", string.punctuation)
 _EMOJI = re.compile(
@@ -30,6 +31,7 @@ _CAPITALS = (
     "Amsterdam Warsaw London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz "
     "Chisinau Bern Ljubljana Zagreb"
 ).split()
+# The head of a question (`Question 1.`), and an option below it (`A) text`).
 _QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 _OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 
@@ -142,7 +144,7 @@ def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
 
 
 def _title_case(text: str, args: InstructionArguments) -> bool:
-    """No word of letters begins with a small letter."""
+    """No word begins with a small letter, unless the rest has both cases (iPhone)."""
     words = [word for word in tokens(text) if word[0].isalpha()]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())

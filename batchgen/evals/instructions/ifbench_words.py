@@ -2,7 +2,7 @@
 
 Each check takes a response and the arguments of its instruction, and returns whether the response
 follows the instruction, as the published checks do (allenai/IFBench, instructions.py, commit
-1d62c1d). `WORDS` lists them.
+1d62c1d). Its docstring says when it is true. `WORDS` lists the checks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.sentences import count_words, sentences
 
+# The punctuation marks that are removed from words: from their ends, or everywhere.
 _MARKS = string.punctuation + " "
 _NO_MARKS = str.maketrans("", "", string.punctuation)
 _TOKEN = re.compile(
@@ -23,7 +24,10 @@ _TOKEN = re.compile(
     r"[^\W_]+(?:(?:[-._]|(?<=\d),(?=\d)|'(?!(?:s|m|re|ve|ll|d|t)\b))[^\W_]+)*|[^\w\s]",
     re.I,
 )
+"""A word up to "n't", a contraction ("n't", "'s"), a whole word or number with inner marks
+("e-mail", "1,000"), or a single mark."""
 _JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+# Two consonants in a row.
 _CONSONANTS = re.compile("[b-df-hj-np-tv-z]{2}")
 _CONJUNCTIONS = frozenset("and but for nor or so yet".split())
 _NAMES = (
@@ -68,6 +72,7 @@ def _word_tokens(text: str) -> list[str]:
 
 
 def _word_count_range(text: str, args: InstructionArguments) -> bool:
+    """There are from `min_words` to `max_words` words."""
     return args.number("min_words") <= count_words(text) <= args.number("max_words")
 
 
@@ -116,6 +121,7 @@ def _conjunctions(text: str, args: InstructionArguments) -> bool:
 
 
 def _person_names(text: str, args: InstructionArguments) -> bool:
+    """At least N of the names in _NAMES occur."""
     return sum(bool(re.search(rf"\b{name}\b", text)) for name in _NAMES) >= args.number("N")
 
 
@@ -156,6 +162,7 @@ def _words_japanese(text: str, args: InstructionArguments) -> bool:
 
 
 def _pronouns(text: str, args: InstructionArguments) -> bool:
+    """There are at least N pronouns."""
     words = tokens(text.replace("/", " ").lower())
     return sum(word in _PRONOUNS for word in words) >= args.number("N")
 
@@ -176,7 +183,7 @@ def _alphabet(text: str, args: InstructionArguments) -> bool:
     if not initials or not "a" <= initials[0] <= "z":
         return False
     first = ord(initials[0]) - ord("a")
-    return all(ord(l) - ord("a") == (first + at) % 26 for at, l in enumerate(initials))  # noqa: E741
+    return all(ord(letter) - ord("a") == (first + at) % 26 for at, letter in enumerate(initials))
 
 
 def _vowel(text: str, args: InstructionArguments) -> bool:

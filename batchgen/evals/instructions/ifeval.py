@@ -18,15 +18,18 @@ from batchgen.evals.instructions.sentences import count_sentences, count_words
 
 Check = Callable[[str, InstructionArguments], bool]
 _YES_OR_NO = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+# A word, with hyphens and apostrophes in it.
 _TOKEN = re.compile(r"[^\W_](?:[^\s\"(),:;!?\[\]{}<>]*[^\W_])?")
 _FENCES = ("```json", "```Json", "```JSON", "```")
 
 
 def _keywords(text: str, args: InstructionArguments) -> bool:
+    """All keywords occur, in any case."""
     return all(_occurrences(text, keyword) for keyword in args.texts("keywords"))
 
 
 def _keyword_frequency(text: str, args: InstructionArguments) -> bool:
+    """The keyword occurs as often as the relation and the number say."""
     return args.compares(_occurrences(text, args.text("keyword")), "frequency")
 
 
@@ -35,16 +38,19 @@ def _occurrences(text: str, keyword: str) -> int:
 
 
 def _forbidden_words(text: str, args: InstructionArguments) -> bool:
+    """None of the words occurs as a whole word."""
     words = map(re.escape, args.texts("forbidden_words"))
     return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
 
 
 def _letter_frequency(text: str, args: InstructionArguments) -> bool:
+    """The letter occurs as often as the relation and the number say."""
     count = text.lower().count(args.text("letter").strip().lower())
     return args.compares(count, "let_frequency", "let_relation")
 
 
 def _response_language(text: str, args: InstructionArguments) -> bool:
+    """The text is in the language, or in none that can be recognised."""
     return language_of(text) in (args.text("language"), None)
 
 
@@ -86,6 +92,7 @@ def _placeholders(line: str) -> int:
 
 
 def _postscript(text: str, args: InstructionArguments) -> bool:
+    """The marker of a postscript occurs, such as P.S. or P.P.S."""
     marker = args.text("postscript_marker").strip().lower()
     patterns = {"p.p.s": r"p\.\s?p\.\s?s", "p.s.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker)), text.lower()) is not None
@@ -99,6 +106,7 @@ def _number_bullet_lists(text: str, args: InstructionArguments) -> bool:
 
 
 def _constrained_response(text: str, args: InstructionArguments) -> bool:
+    """One of the three answers in _YES_OR_NO occurs."""
     return any(answer in text for answer in _YES_OR_NO)
 
 
@@ -117,6 +125,7 @@ def _multiple_sections(text: str, args: InstructionArguments) -> bool:
 
 
 def _json_format(text: str, args: InstructionArguments) -> bool:
+    """The whole text is JSON, which may be in a fenced block."""
     text = text.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -146,11 +155,13 @@ def _two_responses(text: str, args: InstructionArguments) -> bool:
 
 
 def _repeat_prompt(text: str, args: InstructionArguments) -> bool:
+    """The text begins with the prompt."""
     prompt = args.text("prompt_to_repeat")
     return text.strip().lower().startswith(prompt.strip().lower())
 
 
 def _end_checker(text: str, args: InstructionArguments) -> bool:
+    """The text ends with the phrase."""
     return text.strip().strip('"').lower().endswith(args.text("end_phrase").strip().lower())
 
 
@@ -161,10 +172,12 @@ def _capital_word_frequency(text: str, args: InstructionArguments) -> bool:
 
 
 def _english_capital(text: str, args: InstructionArguments) -> bool:
+    """All letters are capitals, and the language is English or not recognised."""
     return text.isupper() and language_of(text) in ("en", None)
 
 
 def _english_lowercase(text: str, args: InstructionArguments) -> bool:
+    """All letters are small, and the language is English or not recognised."""
     return text.islower() and language_of(text) in ("en", None)
 
 
@@ -173,6 +186,7 @@ def _no_comma(text: str, args: InstructionArguments) -> bool:
 
 
 def _quotation(text: str, args: InstructionArguments) -> bool:
+    """The whole text is in double quotes."""
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 

@@ -27,6 +27,7 @@ POINTS = 4
 """The number of points at which expressions are compared. Variables are negative in the last two,
 where `sqrt(x^2)` is not `x`."""
 
+# `i` is mpmath's imaginary unit j.
 CONSTANTS = {"pi": CONTEXT.pi, "e": CONTEXT.e, "i": CONTEXT.j}
 
 

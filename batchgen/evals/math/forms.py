@@ -1,5 +1,13 @@
-"""The normal forms of an answer: texts by which answers are compared, and votes are counted.
-`normal_forms.py` makes them."""
+r"""The normal forms of an answer: texts by which answers are compared, and votes are counted.
+`normal_forms.py` makes them.
+
+    answer         forms, and what each leaves out
+    `\frac12`      `1/2`
+    `50%`          `50 %`;  `50` and `1/2` (leave out UNIT)
+    `5 cm`         `1/20 [m]`;  `5` (leaves out UNIT)
+    `x = 5`        `x = 5`;  `5` (leaves out NAME)
+    `no solution`  `text no solution` and `{}`
+"""
 
 from __future__ import annotations
 
@@ -29,9 +37,9 @@ class Forms:
     all: frozenset[tuple[str, frozenset[str]]]
 
     @staticmethod
-    def of(*full: str) -> Forms:
+    def of(*texts: str) -> Forms:
         """Forms that leave out nothing; the first one is the main form."""
-        return Forms(full[0], frozenset((text, _NOTHING) for text in full))
+        return Forms(texts[0], frozenset((text, _NOTHING) for text in texts))
 
     def without(self, dropped: str, *texts: str) -> Forms:
         """These forms, and `texts` as forms that leave out `dropped`."""
@@ -50,11 +58,14 @@ class Forms:
 
     def same(self, other: Forms) -> bool:
         """Whether two answers are the same."""
-        left_out: dict[str, list[frozenset[str]]] = {}
+        # Form → what this answer leaves out for it; a form may be reached in several ways.
+        dropped_by_form: dict[str, list[frozenset[str]]] = {}
         for text, dropped in self.all:
-            left_out.setdefault(text, []).append(dropped)
+            dropped_by_form.setdefault(text, []).append(dropped)
         return any(
-            not (theirs & ours) for text, theirs in other.all for ours in left_out.get(text, ())
+            not (dropped & other_dropped)
+            for text, other_dropped in other.all
+            for dropped in dropped_by_form.get(text, ())
         )
 
     @property
@@ -74,8 +85,9 @@ class Forms:
 
 
 def text_form(text: str) -> str:
-    """The form of words: only letters, in lower case, and digits, without an article before them.
-    The prefix keeps words apart from mathematical expressions with the same letters."""
+    """The form of words: only letters, in lower case, and digits, without an article before them:
+    `text red ball` for "The red ball!". The prefix keeps words apart from mathematical expressions
+    with the same letters."""
     words = re.findall(r"[^\W_]+", text)
     if len(words) > 1 and words[0] in ("the", "The", "a", "an", "An"):
         words = words[1:]

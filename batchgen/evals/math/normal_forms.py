@@ -1,5 +1,12 @@
 """Makes the normal forms of parsed answers: values, points, sets, lists and words. `same_math`
-compares answers by them."""
+compares answers by them.
+
+    `(1, 2)`           a point `(1;2)`, or an interval `(1,2)`
+    `{2, 1}`           `{1;2}`
+    `x = 1 or x = 2`   `{x = 1;x = 2}`, `x in {1;2}`, and `{1;2}` without the name
+    `1:2:3`            `ratio 2:3`, relative to the first part
+    `2x + 1`           its values at four points: `13547/4001 | 6837/4001 | …`
+"""
 
 from __future__ import annotations
 
@@ -50,6 +57,7 @@ def forms_of(node: Node) -> Forms:
 
 
 def _expression(node: Call) -> Forms:
+    """The forms of an expression: its value; for `5%` and `90°` also without the sign."""
     if node.name == "percent":
         inner = forms_of(node.arguments[0])
         return Forms.of(f"{inner.main} %").holding(inner, UNIT).without(UNIT, value_form(node))
@@ -103,6 +111,7 @@ def _is_written(node: Node) -> bool:
 
 
 def _symbol(node: Symbol) -> Forms:
+    """The forms of a symbol, which may be a variable, a constant or a word."""
     if node.name == "oo":
         return Forms.of("oo")
     forms = Forms.of(value_form(node))
@@ -114,6 +123,7 @@ def _symbol(node: Symbol) -> Forms:
 
 
 def _quantity(node: Quantity) -> Forms:
+    """The forms of a value with a unit: in base units (`5 cm` is `1/20 [m]`), and without it."""
     inner = forms_of(node.value)
     if not node.unit:
         return inner
@@ -122,6 +132,7 @@ def _quantity(node: Quantity) -> Forms:
 
 
 def _ratio(node: Ratio) -> Forms:
+    """The form of a ratio: `2:4:6` is `ratio 2:3`, relative to the first part; `1:2` is 1/2."""
     if len(node.items) == 2:
         return forms_of(Call("/", node.items))
     first = node.items[0]
@@ -142,8 +153,8 @@ def _group(node: Bracketed) -> Forms:
         return forms_of(Matrix(tuple(rows)))
     texts = [f"{node.opening}{inside}{node.closing}"]
     try:
-        texts.append(real_sets.set_text(real_sets.set_of(node)))
-        texts.reverse()
+        # An interval comes before the point that it may also be.
+        texts.insert(0, real_sets.set_text(real_sets.set_of(node)))
     except NotRead:
         if node.opening + node.closing == "[]" and len(items) > 2:
             texts.append(f"({inside})")
@@ -168,6 +179,7 @@ def _shortened(forms: Forms, items: list[Forms], text: str) -> Forms:
 
 
 def _matrix(node: Matrix) -> Forms:
+    """The forms of a matrix; a column is also a point, and a single entry that entry."""
     rows = [[forms_of(item).main for item in row] for row in node.rows]
     texts = ["matrix " + "|".join(";".join(row) for row in rows)]
     if len(rows) == 1 and len(rows[0]) == 1:
@@ -178,6 +190,7 @@ def _matrix(node: Matrix) -> Forms:
 
 
 def _real_set(node: SetOperation | Builder) -> Forms:
+    """The forms of a set: its intervals, or the forms of its parts if it has none."""
     try:
         return Forms.of(real_sets.set_text(real_sets.set_of(node)))
     except NotRead:
@@ -232,6 +245,7 @@ def _choice(node: LetterChoice) -> Forms:
 
 
 def _words(node: Words) -> Forms:
+    """The forms of words, which may state a number, no value, or a set."""
     form = text_form(node.text)
     if (number := number_in_words(form.removeprefix("text "))) is not None:
         return Forms.of(form, str(number))
@@ -246,6 +260,7 @@ def _words(node: Words) -> Forms:
     return Forms.of(form)
 
 
+# The forms of words that stand for no value, for the empty set, and for all real numbers.
 _MISSING = {f"text {what}" for what in ("does not exist", "dne", "undefined")}
 _NONE = {
     f"text {what}"
@@ -253,6 +268,7 @@ _NONE = {
 }
 _ALL = {f"text {what}" for what in ("all real numbers", "all reals", "reals", "real numbers")}
 
+# The function that makes the forms of each kind of node.
 _FORMS = {
     Number: lambda node: Forms.of(numbers.value_text(node.value)),
     Symbol: _symbol,

@@ -16,6 +16,7 @@ from mpmath.libmp import NoConvergence
 Value = Any
 """A Fraction, or an `mpf` or `mpc` of `CONTEXT`."""
 
+# The decimal digits of floats.
 DIGITS = 50
 CONTEXT = MPContext()
 CONTEXT.dps = DIGITS
@@ -99,6 +100,7 @@ def power(base: Value, exponent: Value) -> Value:
             return _integer_power(base, int(exponent))
         if isinstance(base, Fraction | CONTEXT.mpf) and exponent.denominator < 100:
             return _integer_power(_root(base, exponent.denominator), exponent.numerator)
+    # The power is e^(exponent · log(base)); the bits of that product bound its size.
     size = CONTEXT.mag(as_float(exponent)) + CONTEXT.mag(abs(CONTEXT.log(as_float(base))) + 1)
     if size > _MOST_EXPONENT.bit_length() + 1:
         raise Undefined
@@ -106,6 +108,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def _integer_power(base: Value, exponent: int) -> Value:
+    """The power, exact if it is not too long. Raises Undefined if it is too large."""
     if isinstance(base, Fraction):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) <= _MOST_BITS:
@@ -133,6 +136,7 @@ def _root(value: Value, degree: int) -> Value:
 
 
 def _exact_root(number: int, degree: int) -> int | None:
+    """The root of an integer, if it is an integer; None if not, or if it would take long."""
     if degree == 2:
         root = math.isqrt(number)
     elif number.bit_length() > 1000:
@@ -153,8 +157,8 @@ def snapped(value: Value) -> Value:
         value = value.real
     if not _SMALLEST < scale < _LARGEST:
         return value
-    parts = 10 ** (DIGITS - 5)
-    near = Fraction(int(CONTEXT.nint(value * parts)), parts).limit_denominator(_MOST_DENOMINATOR)
+    grid = 10 ** (DIGITS - 5)  # fractions of this denominator are as fine as floats are exact
+    near = Fraction(int(CONTEXT.nint(value * grid)), grid).limit_denominator(_MOST_DENOMINATOR)
     return near if abs(as_float(near) - value) <= _SNAP * scale else value
 
 
@@ -220,6 +224,7 @@ def binomial(above: Value, below: Value) -> Value:
 
 
 def _log(value: Value, base: Value | None = None) -> Value:
+    """The logarithm to a base; None is e."""
     number = snapped(value)
     if number == 0:
         raise Undefined
@@ -232,12 +237,12 @@ def _log(value: Value, base: Value | None = None) -> Value:
     return logarithm / below
 
 
+_SAME_IN_MPMATH = (
+    *("sin", "cos", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh"),
+)
+# Functions of one number, by their names in `Call`.
 _FLOATS: dict[str, Any] = {
-    **{
-        name: getattr(CONTEXT, name)
-        for name in ("sin", "cos", "sinh", "cosh", "tanh", "asin", "acos", "atan")
-    },
-    **{name: getattr(CONTEXT, name) for name in ("asinh", "acosh", "atanh")},
+    **{name: getattr(CONTEXT, name) for name in _SAME_IN_MPMATH},
     "tan": lambda value: divide(CONTEXT.sin(value), _nonzero(CONTEXT.cos(value))),
     "cot": lambda value: divide(CONTEXT.cos(value), _nonzero(CONTEXT.sin(value))),
     "sec": lambda value: divide(Fraction(1), _nonzero(CONTEXT.cos(value))),
@@ -246,11 +251,13 @@ _FLOATS: dict[str, Any] = {
 
 
 def _nonzero(value: Any) -> Any:
+    """A divisor. Raises Undefined if it is zero within the precision of floats."""
     if abs(value) < _SNAP:
         raise Undefined
     return value
 
 
+# Functions of real numbers, and of whole numbers.
 _REALS = {"floor": math.floor, "ceil": math.ceil}
 _WHOLES = {"gcd": math.gcd, "lcm": math.lcm}
 

@@ -25,6 +25,7 @@ from batchgen.evals.math.reading.nodes import (
 )
 
 INFINITY = float("inf")
+# The most intervals of a set; more are not read.
 _MOST_PIECES = 100
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
 """Relation → the relation that holds if the sides are swapped; `~` (about) is read as `=`."""
@@ -32,7 +33,8 @@ _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A place between real numbers: just below a value, or just above it.
+    """A place between real numbers: just below a value, or just above it. The interval [3, 5) goes
+    from the edge below 3 to the edge below 5.
 
     Attributes:
         value: a value of `numbers.py`, or an infinite float.
@@ -200,6 +202,7 @@ def _variable(node: Node) -> set[str]:
 
 
 def _set_of_chain(node: Relation) -> Pieces:
+    """The set that a chain of relations describes: `0 < x < 1` is that of both relations."""
     if node.names == ("in",) and isinstance(node.sides[0], Symbol):
         return set_of(node.sides[1])
     if len(_variable(node)) != 1:
@@ -218,45 +221,39 @@ def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
     if not variables_of(left):
         left, right, name = right, left, _MIRRORED[name]
     if isinstance(left, Call) and left.name == "abs" and not variables_of(right):
-        limit, inner = right, left.arguments[0]
-        if name in ("<", "<="):
-            return intersection(
-                _set_of_one(inner, name, limit),
-                _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
-            )
-        return set_union(
-            (
-                _set_of_one(inner, name, limit),
-                _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
-            )
-        )
+        # |x| < 3 is x < 3 and x > -3; |x| > 3 is x > 3 or x < -3.
+        (inner,) = left.arguments
+        upper = _set_of_one(inner, name, right)
+        lower = _set_of_one(inner, _MIRRORED[name], Call("negate", (right,)))
+        return intersection(upper, lower) if name in ("<", "<=") else set_union((upper, lower))
     if isinstance(left, Symbol) and not variables_of(right):
-        return _half(interval_bound(right), name)
+        return _numbers_related(interval_bound(right), name)
     slope, offset = _line(Call("+", (left, Call("negate", (right,)))))
     root = numbers.divide(numbers.multiply(Fraction(-1), offset), slope)
-    return _half(root, name if slope > 0 else _MIRRORED[name])
+    return _numbers_related(root, name if slope > 0 else _MIRRORED[name])
 
 
 def _line(node: Node) -> tuple[Value, Value]:
-    """The slope and the value at 0 of an expression that is linear in its variable."""
+    """The slope and the value at 0 of an expression that is linear in its variable. Raises NotRead
+    if its values at 2 and -5 are not on the line through those at 0 and 1."""
     try:
-        at = [
+        at_0, at_1, *others = (
             numbers.real(evaluate_at(node, lambda _, x=x: Fraction(x)))  # type: ignore[misc]
             for x in (0, 1, 2, -5)
-        ]
-        slope = numbers.add(at[1], -at[0])
-        for x, value in zip((2, -5), at[2:], strict=True):
-            there = numbers.add(at[0], numbers.multiply(slope, Fraction(x)))
+        )
+        slope = numbers.add(at_1, -at_0)
+        for x, value in zip((2, -5), others, strict=True):
+            there = numbers.add(at_0, numbers.multiply(slope, Fraction(x)))
             if numbers.snapped(numbers.add(value, -there)) != 0:
                 raise NotRead
     except Undefined:
         raise NotRead from None
     if slope == 0:
         raise NotRead
-    return slope, at[0]
+    return slope, at_0
 
 
-def _half(value: Any, name: str) -> Pieces:
+def _numbers_related(value: Any, name: str) -> Pieces:
     """The numbers that are in the relation `name` to a value."""
     match name:
         case "<" | "<=":

@@ -1,4 +1,11 @@
-"""Makes the normal forms of equations and inequalities, for `normal_forms.py`."""
+"""Makes the normal forms of equations and inequalities, for `normal_forms.py`.
+
+    `x = 5`    `x = 5`, `0 = 18587/15232 | …`, and `5` without the name
+    `2x > 4`   `> 0: -1 | …`, `x in (2,oo)`, and `(2,oo)` without the name
+
+The forms with `|` are values of the difference of both sides at fixed points (`evaluate.py`),
+divided by the first of them. So they are the same for all multiples of an equation.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +75,7 @@ def _equation(node: Relation, forms_of: FormsOf) -> Forms:
 def _ends(node: Relation) -> tuple[Node, Node]:
     """The side that a chain of equal sides names, and its value: the last side after `=`."""
     sides = node.sides
-    if "=" not in node.names:  # `x \\approx 11` names a value, `\\sqrt 3 \\approx 1.7` has one
+    if "=" not in node.names:  # `x \approx 11` names a value, `\sqrt 3 \approx 1.7` has one
         return sides[0], sides[-1 if _is_name(sides[0]) else 0]
     value = sides[max(at for at, name in enumerate(node.names, 1) if name == "=")]
     if len(sides) == 2 and _is_name(value) and not _is_name(sides[0]):
@@ -140,7 +147,8 @@ def _name(node: Node, forms_of: FormsOf) -> str:
 
 
 def _scaled(left: Node, right: Node) -> tuple[str, ...]:
-    """The form of an equation, which is the same for all its multiples."""
+    """The form of an equation, which is the same for all its multiples; empty if it has none, as if
+    a value is 0."""
     try:
         values = values_of(Call("+", (left, Call("negate", (right,)))))
         if all(value != 0 for value in values):
@@ -179,7 +187,8 @@ def _inequality(node: Relation, forms_of: FormsOf) -> Forms:
 
 
 def _step(left: Node, name: str, right: Node) -> str:
-    """The form of one inequality, which is the same for all its positive multiples."""
+    """The form of one inequality, which is the same for all its positive multiples. Sides are
+    swapped so that only `>`, `>=` and `!=` remain."""
     if name not in ("<", "<=", ">", ">=", "!="):
         raise NotRead
     if name in ("<", "<="):

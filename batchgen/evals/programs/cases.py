@@ -1,4 +1,7 @@
-"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`."""
+"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`.
+
+[{"input": "1 2", "output": "3"}]  →  [Case("1 2", "3", calls=False)]
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 
 _MOST_BYTES = 256 << 20
 """The most bytes of encoded tests after unpacking."""
+# Names of pickle's operations: those that hold a text, and those that may surround one.
 _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
@@ -50,6 +54,7 @@ def read_cases(value: Any) -> list[Case]:
 
 
 def _case(test: Mapping[str, Any]) -> Case:
+    """One test of an object. Raises ValueError if a key is missing or wrong."""
     stdin, wanted = test.get("input"), test.get("output")
     if not isinstance(stdin, str) or not isinstance(wanted, str):
         raise ValueError(f"a test must have the texts input and output, got {dict(test)!r:.80}")
@@ -60,7 +65,7 @@ def _case(test: Mapping[str, Any]) -> Case:
 
 
 def _listed(text: str) -> Any:
-    """The value of a JSON text, or of the JSON text that is packed in it."""
+    """The value of a JSON text, or of the JSON text that is packed in it (see `unpacked`)."""
     try:
         return json.loads(text)
     except ValueError:

@@ -12,8 +12,9 @@ from batchgen.evals.programs.run_program import run_with_input
 from batchgen.evals.programs.sandbox import Sandbox, SandboxError
 from batchgen.util.errors import ConfigError
 
-_MEMORY = 512 << 20
-_SECONDS = 10.0, 60.0
+_MEMORY = 512 << 20  # bytes
+_CPU_SECONDS, _WALL_SECONDS = 10.0, 60.0
+# A program that prints the files that it could read or write, and then "end".
 _FILES = """\
 import os
 got = []
@@ -32,6 +33,7 @@ for path in ("/x", "/tmp/x", "/harness/x", "/packages/x", {library!r} + "/x"):
         pass
 print(*got, "end")
 """
+# What a program may not do, and a program that does it.
 _CALLS = {
     "make a process": "import os; os.fork()",
     "open a socket": "import socket; socket.socket()",
@@ -47,7 +49,7 @@ def check_sandbox(interpreter: Interpreter) -> None:
     Raises:
         ConfigError: there is no sandbox here, or a program succeeded.
     """
-    sandbox = Sandbox(interpreter, _MEMORY, *_SECONDS)
+    sandbox = Sandbox(interpreter, _MEMORY, _CPU_SECONDS, _WALL_SECONDS)
     with tempfile.NamedTemporaryFile() as secret:
         home = os.path.expanduser("~")  # which may hold the interpreter, and nothing else
         tries = _FILES.format(secret=secret.name, home=home, library=interpreter.library)
@@ -55,14 +57,16 @@ def check_sandbox(interpreter: Interpreter) -> None:
     if failure is not None or output != "end\n":
         raise _refusal(f"a program could {output or failure}")
     for what, program in _CALLS.items():
-        if (ended := _tried(sandbox, program))[1] != "forbidden":
-            raise _refusal(f"a program could {what} ({ended[1]})")
-    if (ended := _tried(sandbox, "x = bytearray(1 << 30)"))[1] != "crash":
-        raise _refusal(f"a program could have more memory than it may ({ended[1]})")
+        _, failure = _tried(sandbox, program)
+        if failure != "forbidden":
+            raise _refusal(f"a program could {what} ({failure})")
+    _, failure = _tried(sandbox, "x = bytearray(1 << 30)")
+    if failure != "crash":
+        raise _refusal(f"a program could have more memory than it may ({failure})")
 
 
 def _tried(sandbox: Sandbox, program: str) -> tuple[str, str | None]:
-    """The output of a program, and how it failed."""
+    """The output of a program, and its outcome (`ProgramResult`) if it failed, or None."""
     try:
         output, failure = run_with_input(sandbox, program, "", 1 << 16)
     except SandboxError as error:

@@ -25,11 +25,14 @@ from batchgen.evals.programs.seccomp import seccomp_filter
 from batchgen.util.errors import ConfigError
 
 _INSIDE = Path(__file__).with_name("inside")
+# The folder in the sandbox with the code of `inside`.
 _HARNESS = "/harness"
 _PACKAGE = "batchgen.evals.programs.inside"
+# The program of a process; %s is the name of a module of `inside`.
 _START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
 _END_SECONDS = 5.0
 """The most seconds that a process may take to end after its work."""
+# The devices that programs can open, and all variables of their environment.
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _ENVIRONMENT = {
     "HOME": "/",
@@ -160,7 +163,7 @@ class Sandbox:
         command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
         for name, value in _ENVIRONMENT.items():
             command += ["--setenv", name, value]
-        command += self._bound
+        command += self._mounts
         command += ["--dir", "/tmp", "--chdir", "/"]
         for path, fd in files.items():
             command += ["--ro-bind-data", str(fd), path]
@@ -168,7 +171,7 @@ class Sandbox:
         return [*command, "--remount-ro", "/", "--"]
 
     @cached_property
-    def _bound(self) -> Sequence[str]:
+    def _mounts(self) -> Sequence[str]:
         """The arguments for the files of this machine that programs can read."""
         python, options = self.interpreter, []
         for folder in _library_folders():

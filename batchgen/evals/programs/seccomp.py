@@ -12,11 +12,16 @@ from collections.abc import Mapping
 
 from batchgen.util.errors import ConfigError
 
+# Operations of BPF: load a word of `seccomp_data`; compare it with a value (equal, at least, common
+# bits) and jump; return.
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# What the filter returns: kill the process, fail with ENOSYS ("no such call"), or allow the call.
 _KILL, _NOT_THERE, _ALLOW = 0x8000_0000, 0x0005_0000 | 38, 0x7FFF_0000  # 38: ENOSYS
+# The offsets in `seccomp_data`, in bytes: the number of the call, the architecture, and the low
+# half of the first argument.
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
-_CLONE_THREAD = 0x10000
-_CLONE3 = 435
+_CLONE_THREAD = 0x10000  # the flag of `clone` that makes a thread
+_CLONE3 = 435  # the same number on both architectures
 _X32 = 0x4000_0000
 """Numbers from here on belong to another ABI of x86-64."""
 _ARCHITECTURES: Mapping[str, tuple[int, int]] = {
@@ -25,7 +30,7 @@ _ARCHITECTURES: Mapping[str, tuple[int, int]] = {
 }
 """By machine: the kernel's number of the architecture, and the index of its system call numbers in
 _CALLS."""
-_CLONE = (56, 220)
+_CLONE = (56, 220)  # the numbers of `clone` on x86-64 and on ARM
 _CALLS: Mapping[str, tuple[int | None, int | None]] = {
     "fork": (57, None),
     "vfork": (58, None),
@@ -102,12 +107,12 @@ def seccomp_filter(machine: str) -> bytes:
             f"{machine}"
         )
     architecture, offset = _ARCHITECTURES[machine]
-    forbidden = [numbers[offset] for numbers in _CALLS.values() if numbers[offset] is not None]
+    numbers = [by_architecture[offset] for by_architecture in _CALLS.values()]
     # Each line: operation, value, and whether to go on, to allow, to kill or to say "not there",
     # where the value fits and where it does not.
     lines = [(_LOAD, _ARCHITECTURE_AT, "", ""), (_EQUAL, architecture, "", "kill")]
     lines += [(_LOAD, _NUMBER_AT, "", ""), (_AT_LEAST, _X32, "kill", "")]
-    lines += [(_EQUAL, number or 0, "kill", "") for number in forbidden]
+    lines += [(_EQUAL, number, "kill", "") for number in numbers if number is not None]
     # Threads are made by clone; the C library tries clone3 first, whose arguments are hidden.
     lines += [(_EQUAL, _CLONE3, "missing", ""), (_EQUAL, _CLONE[offset], "", "allow")]
     lines += [(_LOAD, _FIRST_ARGUMENT_AT, "", ""), (_HAS_BITS, _CLONE_THREAD, "allow", "kill")]

@@ -1,4 +1,9 @@
-"""Measures how well a judge agrees with known marks: shares and Cohen's kappa."""
+"""Measures how well a judge agrees with known marks: shares and Cohen's kappa, for
+`judge_agreements.py`.
+
+    judged 1, 0, 1, none, known true, false, false, true  →  both 1, judge_only 1, known_only 0,
+    neither 1, left_out 1: share 2/3
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-_Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
-_MORE = 0.5
+_QUANTILE = 1.959963984540054  # the 97.5% quantile of the normal distribution
+_ADDED = 0.5
 """Added to each of the four counts for the interval. In simulations of 50 to 1,000 answers with a
 true kappa of 0.2 to 0.92, the interval contains it in 93 to 99 of 100 cases; without the addition
 in 66 to 95."""
@@ -51,7 +56,7 @@ class Agreement:
     def interval(self) -> tuple[float, float]:
         """The 95% interval of kappa, by its standard error in large samples (Fleiss, Cohen and
         Everitt 1969), for answers that do not depend on each other."""
-        cells = [count + _MORE for count in self._counts]
+        cells = [count + _ADDED for count in self._counts]
         total = sum(cells)
         both, judge, known, neither = (cell / total for cell in cells)
         kappa, chance = _kappa(cells)
@@ -64,7 +69,7 @@ class Agreement:
         other = judge * (1 - judged + marked) ** 2 + known * (1 - marked + judged) ** 2
         rest = (kappa - chance * (1 - kappa)) ** 2
         variance = (same + (1 - kappa) ** 2 * other - rest) / (total * (1 - chance) ** 2)
-        error = _Z * sqrt(max(variance, 0.0))
+        error = _QUANTILE * sqrt(max(variance, 0.0))
         # Near 1, the added counts could bring the whole interval below the estimate.
         estimate = self.kappa
         high = min(1.0, max(kappa + error, kappa if estimate is None else estimate))
@@ -127,6 +132,7 @@ def agreement(judged: Sequence[float | None], truth: Sequence[Any]) -> Agreement
 
 
 def _is_right(value: Any) -> bool | None:
+    """Whether a mark says right; None for a half, for no mark, and for any other value."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     try:

@@ -1,4 +1,9 @@
-"""Decides whether two jobs sat the same exam: equal prompts and equal targets in every row."""
+"""Decides whether two jobs sat the same *exam*: equal prompts and equal targets in every row.
+
+`batchgen compare` compares the scores of jobs only if `exam_differences` finds none. A prompt is
+compared by a digest: of the rendered templates, if the job has copied the columns that they read to
+its output (`dataset.columns`), or else of the templates and the data set.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +23,20 @@ from batchgen.util.templates.used_columns import COLUMN_KEYS, prompt_templates, 
 from batchgen.util.text.row_json import json_text
 
 _DATASET = "dataset"
-"""The fingerprint of a job's data set."""
+"""The name of the data set's fingerprint, a digest of its content, in a job's manifest."""
 _KEYS = ("row_id", "row_index", "sample_index")
+"""The first columns of all rows."""
 
 
-class AskedExam:
+class JobExam:
     """The prompts of a job and the targets of its answers, read when they are first compared."""
 
     def __init__(self, job: GradedJob) -> None:
         self._job = job
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the job has copied all columns of its prompts."""
+    def has_columns(self) -> bool:
+        """Whether the job has copied all columns that its prompts read."""
         return set(used_columns(self._job.config["prompt"])) <= set(self._job.columns)
 
     @property
@@ -49,7 +55,8 @@ class AskedExam:
     @cached_property
     def by_configuration(self) -> tuple[str, dict[str, str]]:
         """A digest of the templates, the steps and the fingerprint of the data set; and row id →
-        that digest, in place of one of the row's prompt."""
+        that digest, in place of one of the row's prompt. So between two jobs either no row differs
+        or all rows do."""
         return _by_configuration(self._job)
 
     @cached_property
@@ -58,7 +65,7 @@ class AskedExam:
         return job_targets(self._job.path)
 
 
-def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
+def exam_differences(a: JobExam, b: JobExam) -> tuple[str, ...]:
     """The differences between the exams of two jobs, one sentence each.
 
     If a job lacks a column of its prompts, the templates and the fingerprint of its data set are
@@ -66,29 +73,33 @@ def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
     """
     (digest_a, prompts_a), (digest_b, prompts_b) = a.by_configuration, b.by_configuration
     may_differ = digest_a != digest_b or a.may_change or b.may_change
-    if may_differ and a.is_whole and b.is_whole:
+    if may_differ and a.has_columns and b.has_columns:
         prompts_a, prompts_b = a.rendered, b.rendered
     return row_differences(Exam(prompts_a, a.targets), Exam(prompts_b, b.targets))
 
 
 def _rendered(job: GradedJob) -> dict[str, str]:
+    """See `JobExam.rendered`. A digest is of the copied columns, the images' digests and the
+    rendered templates, or of the error that rendering raises."""
     prompt = job.config["prompt"]
     # Rows begin with _KEYS, then the columns copied from the data set, then the generated text.
     names = job.columns[len(_KEYS) : job.columns.index(job.text_column)]
-    parts: list[Callable[[Mapping[str, Any], int], Any]] = []
+    renderers: list[Callable[[Mapping[str, Any], int], Any]] = []
     for key, source in prompt_templates(prompt):
-        parts.append(RowTemplate(f"prompt.{key}", source, names).render)
+        renderers.append(RowTemplate(f"prompt.{key}", source, names).render)
+    # The columns that the prompt takes without a template, such as `messages_column`.
     columns = [prompt[key] for key in COLUMN_KEYS if prompt.get(key) is not None]
     digests: dict[str, str] = {}
+    # The digests of the images that the job has read, unless the data set has such a column.
     images = [PROMPT_IMAGES] if PROMPT_IMAGES in job.columns and PROMPT_IMAGES not in names else []
     for row in job.rows(list(dict.fromkeys([*_KEYS, *names, *images]))):
-        if row["row_id"] in digests:
+        if row["row_id"] in digests:  # another sample of the row
             continue
         fields = {name: row[name] for name in names}
         values: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns]
         values += [[image["digest"] for image in row[name] or ()] for name in images]
         try:
-            values += [render(fields, row["row_index"]) for render in parts]
+            values += [render(fields, row["row_index"]) for render in renderers]
         except RequestError as error:  # the row had no prompt, for the same reason
             values.append([error.type, str(error)])
         digests[row["row_id"]] = _digest(json_text(values))
@@ -96,13 +107,12 @@ def _rendered(job: GradedJob) -> dict[str, str]:
 
 
 def _by_configuration(job: GradedJob) -> tuple[str, dict[str, str]]:
+    """See `JobExam.by_configuration`."""
     prompt_config = job.config["prompt"]
     keys = (*COLUMN_KEYS, "images", "image_column")
     prompt = [prompt_templates(prompt_config), [prompt_config.get(key) for key in keys]]
-    same = json.dumps(
-        [prompt, job.config.get("rows"), job.fingerprints.get(_DATASET)], sort_keys=True
-    )
-    digest = _digest(same)
+    decisive = [prompt, job.config.get("rows"), job.fingerprints.get(_DATASET)]
+    digest = _digest(json.dumps(decisive, sort_keys=True))
     return digest, {row["row_id"]: digest for row in job.rows(["row_id"])}
 
 

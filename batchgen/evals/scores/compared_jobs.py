@@ -29,13 +29,13 @@ def compare_jobs(
         ConfigError: a job lacks grades, an argument (`score.KEY=…`) is wrong, or the exams differ
             and are not to be compared `anyway`.
     """
-    from batchgen.evals.scores.asked_prompts import AskedExam, exam_differences
+    from batchgen.evals.scores.asked_prompts import JobExam, exam_differences
     from batchgen.evals.scores.job_score import job_marks
     from batchgen.evals.scores.paired_comparison import compare
 
     configs = [scoring(job, overrides).score for job in jobs]
     a, b = (job_marks(job.path, config) for job, config in zip(jobs, configs, strict=True))
-    differences = exam_differences(*map(AskedExam, jobs))
+    differences = exam_differences(*map(JobExam, jobs))
     if configs[0].cut_texts != configs[1].cut_texts:
         values = " and ".join(config.cut_texts for config in configs)
         differences += (f"texts that were cut count differently (score.cut_texts is {values})",)

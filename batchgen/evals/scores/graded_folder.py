@@ -1,4 +1,7 @@
-"""Opens a complete job for the verbs `grade`, `score` and `compare`, with its grading options."""
+"""Opens a complete job for the verbs `grade`, `score` and `compare`, with its grading options.
+
+*Grades* are the columns that `post` steps make, such as marks, in the folder `grades` of a job.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from batchgen.config.groups.output_config import ScoreConfig
     from batchgen.storage.leases.folder_lock import FolderLock
 
+# The groups that the user's arguments may change.
 _KEYS = ("post", "score", "experiment")
 
 
@@ -56,8 +60,9 @@ class GradedJob:
 
         sampling = self.config.get("sampling") or {}
         n, temperature = sampling.get("n", 1), sampling.get("temperature", 0.0)
-        numbers = isinstance(n, int) and isinstance(temperature, (int, float))
-        if numbers and (copies := copies_warning(n, temperature)) is not None:
+        # config.yaml may have been edited, so that these are of any type.
+        are_numbers = isinstance(n, int) and isinstance(temperature, (int, float))
+        if are_numbers and (copies := copies_warning(n, temperature)) is not None:
             print(f"batchgen: warning: {self.user_path} has {copies}", file=sys.stderr)
 
     @property

@@ -1,5 +1,10 @@
 """Confidence intervals of scores: for new questions of the same kind, and for the same
-questions."""
+questions.
+
+Arrays have a value for each of Q questions: its mean mark, and its *cluster*, the number of a group
+of questions that depend on each other (such as those about one text). Without such groups each
+question is a cluster. `scores.py` and the comparison of jobs use these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,9 @@ from batchgen.evals.scores.marks import Floats, Ints, Marks
 from batchgen.evals.scores.score_metrics import avg_at
 from batchgen.evals.scores.student_t import t_quantile
 
+# The confidence of all intervals.
 LEVEL = 0.95
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # a variance below it comes from rounding, and counts as 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
     if math.isnan(se):
         return Interval(mean, se, math.nan, math.nan)
     t = t_quantile((1 + LEVEL) / 2, count - 1)
-    if not 0 < mean < 1:
+    if not 0 < mean < 1:  # log-odds are infinite; this is Wilson's interval at 0 and at 1
         reach = t * t / (count + t * t)
         return Interval(mean, se, max(0.0, mean - reach), min(1.0, mean + reach))
     return _on_log_odds(mean, se, t)
@@ -154,7 +160,7 @@ def sample_error(marks: Marks) -> SampleError | None:
     if marks.stopped is None:
         squares = np.nansum(np.square(marks.marks), 1)[known] - counts * means**2
         variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
-    else:  # some may be negative, so that their sum is right
+    else:  # `sampling.until` ended rows; some values may be negative, so that their sum is right
         variances = marks.stopped.variances(marks.marks)[known] * counts
         several &= np.isfinite(variances)
         if not several.any():

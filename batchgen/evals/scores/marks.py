@@ -1,4 +1,11 @@
-"""The marks of a job as a table of questions and samples, from which all scores are computed."""
+"""The marks of a job as a table of questions and samples, from which all scores are computed.
+
+    row_id  sample 0     sample 1
+    q1      1.0 ("18")   0.0 ("17")     marks [[1, 0], [1, nan]], keys [[0, 1], [0, -1]],
+    q2      1.0 ("18")   none           present [[True, True], [True, False]]
+
+A *key* is the answer in a normal form; in the table it is the number of that text.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +33,7 @@ _NOTHING = "there are no graded rows to score"
 _INSTEAD = {"wrong": 0.0, "left_out": np.nan}
 """The mark of a truncated text, by `count_as`; `as_marked` keeps the mark."""
 _KINDS = {"no_answer": 1, "truncated": 2, "error": 4, "grade_error": 8}
+"""What a sample may be, as bits that are added."""
 
 
 class Sample(NamedTuple):
@@ -134,14 +142,16 @@ class Marks:
         names, question = _numbers(samples["row_id"])
         index = samples["sample_index"].to_numpy()
         mark = samples["mark"].to_numpy()
-        for at in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
+        outside = np.flatnonzero((mark < 0) | (mark > 1))
+        if bounded and len(outside):
+            at = outside[0]
             raise ConfigError(
                 f"row {names[question[at]]!r} has the mark {mark[at]}: marks are from 0 to 1"
             )
         shape = (len(names), 1 + int(index.max()))
         seen = np.zeros(shape, np.bool_)
         seen[question, index] = True
-        if np.count_nonzero(seen) < len(index):
+        if np.count_nonzero(seen) < len(index):  # two samples have one place
             indices: Ints = question * shape[1] + index
             first = np.unique(indices, return_index=True)[1]
             again = np.setdiff1d(np.arange(len(indices)), first)[0]
@@ -219,7 +229,8 @@ def _table(
     marks[at] = mark
     keys[at] = _numbers(samples["key"])[1]
     kinds[at] = _kinds(samples)
-    # The first sample of a question says what the question belongs to.
+    # The first sample of a question says what the question belongs to. Questions are numbered in
+    # the order of their first samples, so there the highest number so far rises.
     first = np.flatnonzero(np.diff(np.maximum.accumulate(question), prepend=-1))
     subsets = samples["subset"].take(pa.array(first)).to_pylist()
     _, clusters = _numbers(samples["cluster"].take(pa.array(first)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from batchgen.evals.scores.student_t import t_cdf, t_quantile
 from batchgen.util.errors import ConfigError
 
 POWER = 0.8
-_ROUNDING = 1e-12
+"""The share of cases in which a difference of `Comparison.detectable` is found significant."""
+_ROUNDING = 1e-12  # a difference below it comes from rounding, and counts as 0
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     both = [row_id for row_id in mean_a if row_id in mean_b]
     if not both:
         raise ConfigError("the two jobs have no question with marks in both: nothing to compare")
-    place_a = {row_id: index for index, row_id in enumerate(a.row_ids)}
-    place_b = {row_id: index for index, row_id in enumerate(b.row_ids)}
-    left = a.select([place_a[row_id] for row_id in both])
-    right = b.select([place_b[row_id] for row_id in both])
+    index_a = {row_id: index for index, row_id in enumerate(a.row_ids)}
+    index_b = {row_id: index for index, row_id in enumerate(b.row_ids)}
+    left = a.select([index_a[row_id] for row_id in both])
+    right = b.select([index_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
     differences[np.abs(differences) < _ROUNDING] = 0.0
     questions = [PairedQuestion(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
@@ -165,19 +167,35 @@ def unpaired_difference(a: Marks, b: Marks, *, bounded: bool = True) -> Tested:
     interval of Agresti and Caffo (2000, Am. Stat. 54, 280). The estimate and its error are without
     the added clusters.
     """
-    sides = [_one_side(run, bounded) for run in (a, b)]
-    (mean_a, se_a, at_a, var_a, df_a), (mean_b, se_b, at_b, var_b, df_b) = sides
-    both, estimate = var_a + var_b, mean_b - mean_a
-    interval = Interval(estimate, math.hypot(se_a, se_b), math.nan, math.nan)
-    if math.isnan(both) or both == 0:
+    left, right = _run_mean(a, bounded), _run_mean(b, bounded)
+    variance, estimate = left.variance + right.variance, right.mean - left.mean
+    interval = Interval(estimate, math.hypot(left.se, right.se), math.nan, math.nan)
+    if math.isnan(variance) or variance == 0:
         return _tested(interval, estimate, math.nan, math.nan)
-    df = both**2 / (var_a**2 / df_a + var_b**2 / df_b)
-    return _tested(interval, at_b - at_a, math.sqrt(both), df)
+    df = variance**2 / (left.variance**2 / left.df + right.variance**2 / right.df)
+    return _tested(interval, right.centre - left.centre, math.sqrt(variance), df)
 
 
-def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, float]:
-    """The mean of a run and its standard error; then the mean, its variance and the degrees of
-    freedom after the clusters were added."""
+class _RunMean(NamedTuple):
+    """The mean mark of a run.
+
+    Attributes:
+        mean: the mean.
+        se: its standard error.
+        centre: the mean after the clusters were added.
+        variance: the variance of `centre`; NaN if there is one cluster.
+        df: the degrees of freedom of `variance`.
+    """
+
+    mean: float
+    se: float
+    centre: float
+    variance: float
+    df: float
+
+
+def _run_mean(run: Marks, bounded: bool) -> _RunMean:
+    """The mean mark of a run, for `unpaired_difference`."""
     means = avg_at(run)
     known = np.isfinite(means)
     values, clusters = means[known], run.clusters[known]
@@ -186,13 +204,13 @@ def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, fl
     count, size = len(sizes), len(values) / len(sizes)
     mean, se = float(values.mean()), cluster_se(values, clusters)
     if count < 2:
-        return mean, se, mean, math.nan, math.nan
+        return _RunMean(mean, se, mean, math.nan, math.nan)
     if bounded:
         sizes, sums = np.append(sizes, [size, size]), np.append(sums, [size, 0.0])
     centre = float(sums.sum() / sizes.sum())
     squares, number = float(np.square(sums - sizes * centre).sum()), len(sizes)
     variance = number / (number - 1) * squares / float(sizes.sum()) ** 2
-    return mean, se, centre, variance, count - 1
+    return _RunMean(mean, se, centre, variance, count - 1)
 
 
 def _tested(interval: Interval, centre: float, error: float, df: float) -> Tested:

@@ -1,4 +1,5 @@
-"""Reads the graded samples of a job as one table, from its rows and their grades."""
+"""Reads the graded samples of a job as one table, from its rows and their grades. `SAMPLES` in
+`marks.py` lists its columns, and `Marks` computes scores from it."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from batchgen.storage.shards.shard_files import read_columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
+# The column of grades with the answer in a normal form, in which votes are counted.
 _ANSWER_KEY = "answer_key"
 _CHOICES = "choices"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
@@ -106,6 +108,8 @@ class Samples:
         return _CHOICES if any(step.get("method") == "choice" for step in grade) else None
 
     def _keep(self, part: GradePart, rows: pa.Table, grades: pa.Table) -> None:
+        """Keep the samples of a part that was just graded, if these rows and grades have all that
+        they need."""
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if self._valid_of(part) is not None:  # a column that is not read here
@@ -129,7 +133,7 @@ class Samples:
                 )
         valid = self._valid_of(part)
         wanted = [*self.columns, *([] if valid is None else [valid])]
-        wanted += [*(n for n in (config.column, self._choices) if n and n in names)]
+        wanted += [name for name in (config.column, self._choices) if name and name in names]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
         grades = grades_of(part, rows) if graded else rows.select([])
         return self.joined(rows, grades, valid)

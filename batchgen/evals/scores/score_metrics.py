@@ -10,6 +10,7 @@ under that rule, and NaN for k above the fewest samples that a row can have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def maj_at(marks: Marks, k: int) -> Floats:
     # Plain lists: a question has few samples, for which numpy takes ten times as long.
     rows = zip(marks.marks[:, :fewest].tolist(), marks.keys[:, :fewest].tolist(), strict=True)
     for question, (row, keys) in enumerate(rows):
-        pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if mark == mark]
+        pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if not isnan(mark)]
         votes = [_vote(pairs[i : i + k]) for i in range(0, len(pairs) - k + 1, k)]
         if votes:
             values[question] = sum(votes) / len(votes)

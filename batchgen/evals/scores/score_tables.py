@@ -1,4 +1,10 @@
-"""The scores of a job as rows of a table, for CSV and Markdown. `batchgen score` uses it."""
+"""The scores of a job as rows of a table, for CSV and Markdown. `batchgen score` uses it.
+
+    subset,metric,value,low,high,questions
+    ,avg,0.61,0.58,0.64,500
+
+The scores are mappings as `compute_scores` returns them.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +39,7 @@ def _all_rows(scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a job or a subset: metrics, then rates, which have no interval."""
     for name, metric in scores.items():
         if not isinstance(metric, Mapping) or "population" not in metric:
             continue

@@ -21,6 +21,7 @@ from batchgen.evals.scores.marks import Floats, Marks
 from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
 from batchgen.util.errors import ConfigError
 
+# The kinds of samples whose shares are reported, see `Marks.has`.
 RATES = ("no_answer", "truncated", "error", "grade_error")
 
 
@@ -78,6 +79,7 @@ def compute_scores(
 
 
 def _score(marks: Marks, sizes: tuple[int, ...], column: str) -> dict[str, Any]:
+    """The entries of `compute_scores` for a job or a subset, without `subsets`."""
     has_marks = column == MARK
     mean = avg_at(marks)
     values: dict[str, Any] = {} if has_marks else {"column": column}
@@ -109,6 +111,7 @@ def _score(marks: Marks, sizes: tuple[int, ...], column: str) -> dict[str, Any]:
 
 
 def _metric(values: Floats, marks: Marks, *, bounded: bool = True) -> dict[str, Any]:
+    """The entry of one metric, from its values for each question [Q]."""
     interval = (population_interval if bounded else mean_interval)(values, marks.clusters)
     return {
         "value": None if interval is None else interval.estimate,
@@ -124,6 +127,7 @@ def _filled_mean(marks: Marks, mark: float) -> float:
 
 
 def _plain(interval: Interval | None) -> dict[str, float | None] | None:
+    """The error and the bounds of an interval, with null for NaN."""
     if interval is None:
         return None
     values = asdict(interval)

@@ -1,4 +1,5 @@
-"""Scores a job that is still running or was stopped, from the answers that it has so far."""
+"""Scores a job that is still running or was stopped, from the answers that it has so far, for
+`batchgen score --so-far`."""
 
 from __future__ import annotations
 
@@ -84,6 +85,7 @@ def _graded(
 
 
 def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yield the text and the fields of each row, as `Grader.grade` takes them."""
     readers = json_readers(batch.schema)
     for row in batch.to_pylist():
         for name, read in readers.items():
@@ -93,6 +95,7 @@ def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Map
 
 
 def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> dict[str, Any]:
+    """The entry `so_far` of `score_so_far`, from the samples and the lengths of their texts [N]."""
     marks = table["mark"].to_numpy(zero_copy_only=False).astype(np.float64)
     known = np.isfinite(marks)
     total = JobSummary.of(job.metrics).rows_total

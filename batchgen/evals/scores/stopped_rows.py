@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
         For each k up to n and up to the fewest samples that a row can have: the probabilities of 0,
         1, …, k [k+1]. NaN if no order of the samples ends at n.
     """
+    # ways[j]: in how many ways an order whose first k samples have j valid ones can go on to the
+    # end, without ending earlier. At k = n there is one way.
     ways: Floats = np.zeros(n + 1)
     ways[valid] = 1.0
     results = list[Floats]()
@@ -45,7 +48,7 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
             ways = (ways[: k + 1] + ways[1 : k + 2]) / 2
             if k >= rule.fewest:
                 counts = np.arange(k + 1)
-                ways[rule.is_reached(counts, np.full(k + 1, k))] = 0.0
+                ways[rule.is_reached(counts, np.full(k + 1, k))] = 0.0  # the row would have ended
         if k <= rule.fewest:
             orders = ways * [float(comb(k, j)) for j in range(k + 1)]
             total = orders.sum()
@@ -91,13 +94,18 @@ class _Run:
         """
         if len(self.marks) < 2:
             return np.nan
-        sums = [_sums(self.marks[group]) for group in (~self.valid, self.valid)]
-        (count, total, square), (own_count, own_total, own_square) = sums
-        products = (total**2 - square, total * own_total, own_total**2 - own_square)
-        pairs = (count * (count - 1), count * own_count, own_count * (own_count - 1))
-        sizes = [int((~self.valid).sum()), int(self.valid.sum())]
-        num_pairs = (sizes[0] * (sizes[0] - 1), sizes[0] * sizes[1], sizes[1] * (sizes[1] - 1))
-        chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), num_pairs, strict=True)]
+        others, valid = _sums(self.marks[~self.valid]), _sums(self.marks[self.valid])
+        # Pairs of samples by the number of valid ones in them, 0, 1 and 2: the sum of the products
+        # of their marks, the number of pairs whose marks are known, and that of all pairs.
+        products = (
+            others.total**2 - others.squares,
+            others.total * valid.total,
+            valid.total**2 - valid.squares,
+        )
+        pairs = _num_pairs(others.number, valid.number)
+        all_pairs = _num_pairs(int((~self.valid).sum()), int(self.valid.sum()))
+        # The probability that the first two samples are one certain pair.
+        chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), all_pairs, strict=True)]
         known = sum(chance * n for chance, n in zip(chances, pairs, strict=True))
         product_mean = sum(
             chance * product for chance, product in zip(chances, products, strict=True)
@@ -183,7 +191,20 @@ def _mean(values: Sequence[float] | Floats) -> float:
     return float(np.mean(values)) if len(values) else np.nan
 
 
-def _sums(marks: Floats) -> tuple[int, float, float]:
+class _Sums(NamedTuple):
     """The number of known marks, their sum, and the sum of their squares."""
+
+    number: int
+    total: float
+    squares: float
+
+
+def _sums(marks: Floats) -> _Sums:
     known = marks[np.isfinite(marks)]
-    return len(known), float(known.sum()), float(np.square(known).sum())
+    return _Sums(len(known), float(known.sum()), float(np.square(known).sum()))
+
+
+def _num_pairs(others: int, valid: int) -> tuple[int, int, int]:
+    """The numbers of pairs with 0, 1 and 2 valid samples; pairs of one kind are counted in both
+    orders."""
+    return others * (others - 1), others * valid, valid * (valid - 1)

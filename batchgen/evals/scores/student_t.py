@@ -1,4 +1,5 @@
-"""Quantiles of Student's t distribution, in plain Python, for the intervals of scores."""
+"""Student's t distribution and its quantiles, in plain Python, for the intervals of scores:
+t_quantile(0.975, 10) is 2.228."""
 
 from __future__ import annotations
 
@@ -65,4 +66,5 @@ def _beta(x: float, a: float, b: float) -> float:
 
 
 def _away(value: float, tiny: float) -> float:
+    """A divisor that is not 0, as Lentz's method needs it."""
     return value if abs(value) > tiny else tiny

@@ -53,7 +53,7 @@ class RowConstraints:
         assert not isinstance(config, NoConstraintConfig)
         self._path = named_path("constraint.column", self._column, features)
         # Many rows often have the same constraint, and checking a schema takes time.
-        self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
+        self._make_cached = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
         """Return the constraint in a row's cell; None if the cell is empty or the job has no such
@@ -66,7 +66,7 @@ class RowConstraints:
             return None
         try:
             text = cell_text(self._kind, value_at(row.fields, self._path))
-            return None if text is None else self._made(text)
+            return None if text is None else self._make_cached(text)
         except ConstraintError as error:
             raise RequestError("bad_constraint", f"column {self._column!r}: {error}") from None
 

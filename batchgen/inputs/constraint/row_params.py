@@ -42,12 +42,12 @@ class RowParams:
         self._adapters = config.model.adapters
         self._adapter_column = config.model.adapter_column
         if self._adapter_column is not None:
-            self._adapter = named_path("model.lora_column", self._adapter_column, features)
+            self._adapter_path = named_path("model.lora_column", self._adapter_column, features)
         self._constraints = RowConstraints(config.constraint, features)
         self._column = config.sampling.column
         if self._column is None:
             return
-        self._path = named_path("sampling.column", self._column, features)
+        self._options_path = named_path("sampling.column", self._column, features)
         marker = config.constraint_marker
         schemas = TimedConstraints(
             JsonSchemaConstraintConfig(column=self._column, start_after=marker or None)
@@ -71,7 +71,7 @@ class RowParams:
         params = self._job if self._column is None else self._sampled(row)
         if self._adapter_column is None:
             return params
-        name = value_at(row.fields, self._adapter)
+        name = value_at(row.fields, self._adapter_path)
         if name not in self._adapters:
             raise RequestError(
                 "unknown_adapter",
@@ -84,7 +84,7 @@ class RowParams:
         """Return the job's parameters, changed by the options in the row's cell; without the row's
         adapter."""
         try:
-            options = json_cell(value_at(row.fields, self._path))
+            options = json_cell(value_at(row.fields, self._options_path))
         except ValueError as error:
             raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
         if options is None:
@@ -133,7 +133,8 @@ def _decoding_of_row(target: str, values: Mapping[str, Any]) -> object:
 
 def _prompt_keys(config: JobConfig, column: str) -> list[str]:
     """Return the keys of the options that the prompt reads: the part of each prompt column's dotted
-    name after `column`."""
+    name after `column`. For the prompt column `body.messages` and the column `body` it is
+    `messages`."""
     prompt = config.prompt
     prompt_columns: list[str | None] = []
     if isinstance(prompt, ChatPromptConfig):

@@ -45,7 +45,7 @@ class TimedConstraints:
             raise _too_slow()
         if self._pool is None:
             self._pool = WorkerPool(
-                _Made(self._config), workers=1, seconds=MOST_SECONDS, memory_bytes=_MOST_BYTES
+                _Maker(self._config), workers=1, seconds=MOST_SECONDS, memory_bytes=_MOST_BYTES
             )
         (constraint,) = self._pool.map([text])
         if isinstance(constraint, Constraint):
@@ -58,7 +58,7 @@ class TimedConstraints:
         raise ConstraintError(constraint)
 
 
-class _Made:
+class _Maker:
     """Makes constraints in the other process: returns the constraint, or the error message."""
 
     def __init__(self, config: AnyConstraintConfig) -> None:

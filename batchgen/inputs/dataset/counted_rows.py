@@ -26,7 +26,7 @@ class CountedRows(Source):
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.features = Features({ROW_INDEX: Value("int64")})
-        self._number = num_rows
+        self._number = num_rows  # the same, which is never None
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """Yield the rows from index `start` on."""

@@ -13,7 +13,7 @@ from batchgen.util.shorten import some_names
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the path of a dotted name: the column, then the keys inside its structs. None if there
-    is no such column.
+    is no such column. `body.messages` has the path ("body", "messages").
 
     A column whose name contains dots has priority over a value inside another column.
 

@@ -114,12 +114,14 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
     """Load local files of one format as one split."""
     kind = check_formats(files)
     check_reading(config, kind)
-    fingerprint = _content(split, files, kind, config)
+    fingerprint = _content_fingerprint(split, files, kind, config)
     try:
-        quotes = [] if config.quote_char in (None, AUTO) else ["quoted"]  # refused by auto
+        # The quote character `"` has the fingerprint of `auto`, which refuses some files that can
+        # be read with it. So it has a folder of its own.
+        quotes = [] if config.quote_char in (None, AUTO) else ["quoted"]
         cache = _cache_dir(fingerprint, _CACHE_VERSION, *quotes)
         local = local_rows(kind, files, config, split, cache)
-        if local.is_mixed:
+        if local.is_mixed:  # some column has values of several types, without a common one
             fingerprint = fingerprint_text(fingerprint, "each value is what its row says")
         data = _read(local.builder, config)[split]
         return LoadedDataset(data, fingerprint, tuple(files), local.json)
@@ -160,7 +162,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         if declared == "nothing" or is_text:
             return _load_files(chosen, config, split)
         check_reading(config, "declared by its README.md")
-        fingerprint = _content(split, chosen, "declared", config)
+        fingerprint = _content_fingerprint(split, chosen, "declared", config)
         cache = str(_cache_dir(fingerprint))
         builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
         return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
@@ -215,7 +217,7 @@ def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDatase
         data = datasets.load_from_disk(str(folder))
         assert not isinstance(data, DatasetDict)
         names = [entry["filename"] for entry in data.cache_files]
-        fingerprint = _content(split, [Path(name) for name in names], "saved", config)
+        fingerprint = _content_fingerprint(split, [Path(name) for name in names], "saved", config)
     except READ_ERRORS as error:
         raise unreadable_table(error, [folder]) from None
     return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
@@ -278,7 +280,9 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
     return config.split
 
 
-def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
+def _content_fingerprint(
+    split: str, files: Sequence[Path], kind: str, config: DatasetConfig
+) -> str:
     """Return the fingerprint of a split: the content of its files in order, and how they are read.
     The files' location does not matter."""
     reading = {key: value for key, value in config.reading.items() if not is_usual(key, value)}

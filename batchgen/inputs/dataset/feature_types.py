@@ -14,11 +14,8 @@ PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
 
 def is_plain(feature: Any) -> bool:
     """Whether the values of a feature are numbers, strings, lists and dicts of these."""
-    return (
-        isinstance(feature, PLAIN)
-        if (inner := _inner(feature)) is None
-        else all(map(is_plain, inner))
-    )
+    inner = _inner(feature)
+    return isinstance(feature, PLAIN) if inner is None else all(map(is_plain, inner))
 
 
 def is_image(feature: Any) -> bool:

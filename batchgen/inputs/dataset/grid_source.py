@@ -48,6 +48,10 @@ class GridSource(SourceOver):
         """The number of adapters, G."""
         return len(self._adapters)
 
+    def _num_original(self, rows: int) -> int:
+        """The number of original rows that the first `rows` rows are made from."""
+        return -(-rows // self._times)  # rounded up
+
     @property
     def num_rows(self) -> int | None:
         """See `Source`."""
@@ -97,14 +101,14 @@ class GridSource(SourceOver):
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """Yield tables of the original rows that the rows before `stop` are made from, see
         `Source`."""
-        return self._source.tables(-(-stop // self._times), size)
+        return self._source.tables(self._num_original(stop), size)
 
     def open_index(
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
     ) -> None:
         """See `Source`."""
         self._source.open_index(
-            storage, alone=alone, finished=lambda: -(-finished() // self._times)
+            storage, alone=alone, finished=lambda: self._num_original(finished())
         )
 
     def find_index(self, storage: Storage | None) -> None:

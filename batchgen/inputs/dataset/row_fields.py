@@ -1,5 +1,9 @@
 """Converts rows from stored Arrow tables to the fields that prompt templates and row steps see.
-`RowSource` uses this."""
+`RowSource` uses this.
+
+Files of JSON lines are stored as one JSON text for each row (`JsonFields`), all other data as Arrow
+columns (`ArrowFields`).
+"""
 
 from __future__ import annotations
 
@@ -80,6 +84,7 @@ class JsonFields:
             names: maps the name of each column that users see to its name in the files.
         """
         self._json, self._names = columns, names
+        # The columns of a row that needs no change; None if columns were renamed.
         self._same = tuple(names) if list(names) == list(names.values()) else None
 
     def of_table(self, table: pa.Table) -> list[dict[str, Any]]:

@@ -35,13 +35,13 @@ class IdSet:
 
     def add(self, row_id: str) -> bool:
         """Add an id. Returns whether its hash was new."""
-        if 3 * self._size >= 2 * len(self._slots):
+        if 3 * self._size >= 2 * len(self._slots):  # two thirds are full: double the table
             old = self._slots
             self._slots = array("Q", bytes(16 * len(old)))
             for value in filter(None, old):
                 self._slots[self._find(value)] = value
         digest = blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        value = int.from_bytes(digest, "little") or 1
+        value = int.from_bytes(digest, "little") or 1  # 0 marks an empty slot
         slot = self._find(value)
         if self._slots[slot]:
             return False

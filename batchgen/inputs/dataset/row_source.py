@@ -94,16 +94,17 @@ class RowSource(Source):
             if not is_plain(feature) and not (name in images and is_image(feature))
         ]
         image_columns = [n for n, f in features.items() if n in images and holds_bytes(f)]
-        self._batch = IMAGE_BATCH if image_columns else BATCH
+        self._batch_size = IMAGE_BATCH if image_columns else BATCH
         self.columns = tuple(name for name in features if name not in unread)
         self._check_columns(features, unread, image_columns)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if unread else data
         self.features = Features({name: features[name] for name in self.columns})
-        self._kept: RowFields = ArrowFields(self.features)
+        # Converts stored rows to the fields of `Row`.
+        self._row_fields: RowFields = ArrowFields(self.features)
         stored = self.features.arrow_schema
         if json is not None:
-            self._kept = JsonFields(json, {new: name for name, new in names.items()})
+            self._row_fields = JsonFields(json, {new: name for name, new in names.items()})
             stored = pa.schema([field.with_name(names[field.name]) for field in json.schema])
         copied = config.columns
         if copied is None:
@@ -141,8 +142,8 @@ class RowSource(Source):
         data = self._data.select(indices).with_format("arrow")
         next_index = iter(indices)
         with self._reading("its rows"):
-            for batch in data.iter(batch_size=self._batch):
-                for fields in self._kept.of_table(batch):
+            for batch in data.iter(batch_size=self._batch_size):
+                for fields in self._row_fields.of_table(batch):
                     index = next(next_index)
                     yield Row(index, self._id(index, fields), fields)
 
@@ -175,7 +176,7 @@ class RowSource(Source):
         assert isinstance(self._data, Dataset)
         data = self._data.select(range(stop)).with_format("arrow")
         with self._reading("its rows"):
-            yield from map(self._kept.typed, data.iter(batch_size=size))
+            yield from map(self._row_fields.typed, data.iter(batch_size=size))
 
     def _field(self, stored: pa.Field) -> pa.Field:
         """Return the output field of a column, given its field in the stored data."""
@@ -199,26 +200,28 @@ class RowSource(Source):
         """Yield the fields of rows in batches. A stream ignores `start`."""
         data = self._data
         if self._has_loose_types:  # rows may differ in type, so they do not fit into an Arrow batch
-            assert isinstance(self._kept, ArrowFields)
-            return (self._kept.of_rows([row]) for row in data)
+            assert isinstance(self._row_fields, ArrowFields)
+            return (self._row_fields.of_rows([row]) for row in data)
         if isinstance(data, Dataset):
             if start >= len(data):
                 return iter(())  # `select` refuses to start at the end
             data = data.select(range(start, len(data)))
-        return map(self._kept.of_table, data.with_format("arrow").iter(batch_size=self._batch))
+        return map(
+            self._row_fields.of_table, data.with_format("arrow").iter(batch_size=self._batch_size)
+        )
 
     def _ids(self) -> Iterator[str]:
         """Yield the ids of all rows, reading only the id column if possible. Map-style data
         only."""
         assert isinstance(self._data, Dataset)
-        data, kept = self._data.select(range(self.num_rows or 0)), self._kept
-        if isinstance(kept, ArrowFields):
+        data, row_fields = self._data.select(range(self.num_rows or 0)), self._row_fields
+        if isinstance(row_fields, ArrowFields):
             column = self._id_path[0]
             data = data.select_columns([column])
-            kept = ArrowFields(Features({column: self.features[column]}))
+            row_fields = ArrowFields(Features({column: self.features[column]}))
         index = 0
         for batch in data.with_format("arrow").iter(batch_size=10 * BATCH):
-            for fields in kept.of_table(batch):
+            for fields in row_fields.of_table(batch):
                 yield self._id(index, fields)
                 index += 1
 

@@ -2,8 +2,8 @@
 
 `image_sizes` reads the limits from the model's processor configuration (preprocessor_config.json)
 and returns an `ImageSizes`, which `RowImages` uses. A model cuts a resized image into squares and
-makes one token of each. With squares of 32 pixels, an image of 100×70 pixels becomes 96×64 pixels
-and takes 3 × 2 = 6 tokens.
+makes one token of each. With squares of 32 pixels, an image of 1000×700 pixels becomes 992×704
+pixels and takes 31 × 22 = 682 tokens.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ class HashTable:
     """A table from 64-bit hashes to row numbers, with open addressing and linear probing.
 
     A slot is 8 bytes: the tag, which is the lower 32 bits of the hash, and the row number. With the
-    empty slots a row takes 10 to 15 bytes. Because only tags are compared, about one lookup in four
-    billion also returns rows with another hash. The first slot for a tag is tag · size / 2³², so
-    slots are in the order of tags, as far as rows are in the first slot for them.
+    empty slots a row takes 10 to 15 bytes. Because only tags are compared, a lookup may also return
+    a row with another hash, with a probability of 2⁻³² for each row. The first slot for a tag is
+    tag · size / 2³², so a larger tag has a later first slot; a row whose first slot is in use gets
+    the next free one.
     """
 
     def __init__(self) -> None:

@@ -247,7 +247,7 @@ class ChatPrompt:
         listed = None if tools is None else list(tools)
         template = self._tokenizer.get_chat_template(options.pop("chat_template", None), listed)
         with on_day(self.day):
-            texts, _masks = chat_template_utils.render_jinja_template(
+            rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[messages],
                 tools=listed,
                 chat_template=template,
@@ -255,6 +255,7 @@ class ChatPrompt:
                 continue_final_message=continues,
                 **{**self._tokenizer.special_tokens_map, **options},
             )
+        texts, _generation_masks = rendered
         return str(texts[0])
 
     def _chat_template(self) -> str:

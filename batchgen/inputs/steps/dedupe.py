@@ -175,8 +175,11 @@ class _Vectors:
         """Return a row's vector [size], divided by its length. Raises BadRow if the value is no
         such vector."""
         is_numeric = isinstance(value, list) and all(type(x) in (int, float) for x in value)
-        vector = np.array(value if is_numeric else [], np.float64)
-        length = math.sqrt(math.fsum(vector * vector))
+        try:
+            vector = np.array(value if is_numeric else [], np.float64)
+            length = math.sqrt(math.fsum(vector * vector))
+        except OverflowError:  # an integer, or the sum of the squares, is beyond float64
+            length = math.inf
         if not 0 < length < math.inf or (self._ids and len(vector) != self._kept.shape[1]):
             raise BadRow(
                 f"column {self._name!r} must hold vectors of one size to be compared, with numbers "

@@ -160,7 +160,7 @@ def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
     features = table.features(())
     column = name if name in features else next(iter(features)) if len(features) == 1 else None
     pieces = []
-    for fields in table.rows(()):
+    for fields in table.rows(tuple(features) if column is None else (column,)):
         pieces.append(fields if column is None else fields[column])
         if len(pieces) > _MOST_PIECES:
             raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")

@@ -1,5 +1,10 @@
 """Chooses which answers of other jobs become rows, by the keys `errors`, `where`, `best` and `rows`
-of `dataset=job`. `JobSource` uses `AnswerSelector`."""
+of `dataset=job`. `JobSource` uses `AnswerSelector`.
+
+The answers of a job are numbered from 0, in the order of its rows and their samples. With
+`rows=samples` each answer becomes a row, with `rows=rows` all answers of a row become one row of
+lists, and with `best` the answer with the highest value stands for its row.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +46,8 @@ class Chosen:
     Attributes:
         answers: [K] the numbers of the answers in their job, ascending.
         ends: [R] where the answers of each row end: row r consists of answers[ends[r - 1]:ends[r]].
+            If row 0 has the answers 0 and 2 and row 1 the answer 3, answers is [0, 2, 3] and ends
+            is [2, 3].
         failures: for each row in which an expression has no value, the reason.
     """
 
@@ -88,8 +95,9 @@ class AnswerSelector:
             self._best = columns.seen.expression("dataset.best", config.best)
         expressions = [one for one in (self._where, self._best) if one is not None]
         wanted = reduce(or_, map(columns.seen.read_by, expressions), Wanted())
+        # The columns of rows and of grades that the expressions read.
         self._rows, self._grades = columns.seen.ordered(wanted)
-        self._json = {
+        self._json = {  # parse columns that hold JSON as text
             name: read
             for name in self._rows
             for read in json_readers(pa.schema([columns.fields[name]])).values()
@@ -116,6 +124,7 @@ class AnswerSelector:
             ConfigError: `dataset.best` is no number, or two rows of the job have one id.
             JobError: the answers of the job are not in order.
         """
+        # A first empty array each, so that they can be concatenated if there is no batch.
         kept, rows, kept_scores = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
         failed: dict[int, str] = {}
         self._count("answers", 0)
@@ -164,11 +173,11 @@ class AnswerSelector:
         columns_of = {name: self._columns.source_names[name][number] for name in self._rows}
         columns = list(dict.fromkeys([*_KEPT, *columns_of.values(), *job.id_columns]))
         for table, grades in job.answers(range(position.answer, job.total), columns, self._grades):
-            keys = row_keys(table)
+            keys = row_keys(table)  # ascending from row to row, and from sample to sample
             if (np.diff(keys, prepend=position.key) <= 0).any():
                 raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
-            begins = np.flatnonzero(np.diff(rows, prepend=position.row))
+            begins = np.flatnonzero(np.diff(rows, prepend=position.row))  # of each new row
             for row_id in job.ids(table).take(pa.array(begins)).to_pylist():
                 if row_id is None or not position.ids.add(row_id):
                     raise ConfigError(
@@ -226,7 +235,7 @@ class AnswerSelector:
         """
         if self._config.rows == "samples":
             return answers, np.arange(1, len(answers) + 1)
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))  # [R], the first answer of each row
         ends = np.append(starts[1:], len(rows)) if len(rows) else starts
         if self._config.rows == "rows":
             return answers, ends
@@ -235,10 +244,12 @@ class AnswerSelector:
         highest = np.maximum.reduceat(values, starts) if len(starts) else values
         is_highest = values == np.repeat(highest, np.diff(starts, append=len(rows)))
         candidates = np.flatnonzero(is_highest)
+        # The first of the highest answers of each row.
         firsts = candidates[np.searchsorted(candidates, starts)]
         return answers[firsts], np.arange(1, len(firsts) + 1)
 
     def _count(self, choice: str, rows: int) -> None:
+        """Add to the number of answers or rows that are left after a choice."""
         if choice == "dataset.errors=drop" and self._config.errors != "drop":
             return
         self.left[choice] = self.left.get(choice, 0) + rows

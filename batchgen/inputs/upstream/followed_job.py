@@ -60,7 +60,7 @@ class Promise:
         return cls(asdict(manifest), schema, config.post)
 
     @classmethod
-    def found(cls, reader: JobFolderReader) -> Promise | None:
+    def of_folder(cls, reader: JobFolderReader) -> Promise | None:
         """Read a promise from a job's folder. Returns None until the job's first shard is finished.
 
         Raises:
@@ -86,6 +86,9 @@ class FollowedJob(GradedShards):
 
     Attributes:
         read, text_column: see `OtherJob`.
+        by_adapter: whether a row was answered with several adapters, so that its id occurs once for
+            each of them.
+        grade_schema: the columns of the grades.
         shards: the shards that were read so far.
         is_complete: whether the job is complete and all its shards were read.
         needs_grades: whether a shard is read only when it is graded. Set before the first `learn`.
@@ -114,7 +117,7 @@ class FollowedJob(GradedShards):
         self.shards: list[FinishedShard] = []
         self.is_complete = self.needs_grades = False
         self._grade_digests: list[str] = []  # digests of the grades of each shard
-        self._seen: tuple[int, ...] = ()
+        self._seen_version: tuple[int, ...] = ()  # of metrics.json, when it was last read
         self._ended = False
 
     @property
@@ -165,6 +168,7 @@ class FollowedJob(GradedShards):
         size = self._rows_per_shard
         if last_row(file) != (number + 1) * size - 1:
             return False
+        # The rule by which rows have enough samples (`sampling.until`), if the job has one.
         enough = Enough.of(file.schema.metadata)
         if enough is None:
             return bool(file.metadata.num_rows == size * self._samples)
@@ -190,9 +194,9 @@ class FollowedJob(GradedShards):
         except FileNotFoundError:
             return False
         version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if version != self._seen:
+        if version != self._seen_version:
             self._ended = self._reader().metrics.get("status") == "complete"
-            self._seen = version
+            self._seen_version = version
         return self._ended
 
     def _reader(self) -> JobFolderReader:

@@ -1,5 +1,9 @@
 """The columns of other jobs' rows: their names in the job that reads them, and where each comes
-from. `job_columns` finds them for `JobSource`."""
+from. `job_columns` finds them for `JobSource`.
+
+A shard of a job has, in this order: the keys of a row (row_id, row_index, sample_index), the
+columns that were copied from the data set, the generated text, and other columns of the output.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ SOURCE = "source"
 SAMPLE_INDEX = "sample_index"
 """The variable that expressions over an answer have besides its columns."""
 _SOURCE_MARK = b"batchgen.source"
+"""The metadata key of the column SOURCE, by which it is known from a user's column of this name."""
 SOURCE_FIELD = pa.field(
     SOURCE,
     pa.struct([("row_id", pa.string()), ("sample_index", pa.int32()), ("digest", pa.string())]),
@@ -98,7 +103,7 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     per_job = [_of_job(job, config) for job in jobs]
     first = per_job[0]
     for job, other in zip(jobs, per_job, strict=True):
-        _check_given(jobs[0], first, job, other, config)
+        _check_passthrough(jobs[0], first, job, other, config)
     if len({other.text for other in per_job}) > 1:
         texts = ", ".join(dict.fromkeys(other.text for other in per_job))
         raise ConfigError(
@@ -172,7 +177,7 @@ def _new_names(job: ReadableJob, config: DatasetConfig, columns: Sequence[str]) 
     return {**rename, job.text_column: text_as}
 
 
-def _check_given(
+def _check_passthrough(
     first_job: ReadableJob,
     first: JobColumns,
     job: ReadableJob,
@@ -184,13 +189,13 @@ def _check_given(
     ours = {name: first.fields[name].type for name in first.passthrough}
     theirs = {name: other.fields[name].type for name in other.passthrough}
     names = [*dict.fromkeys([*ours, *theirs])]
-    odd = [name for name in names if ours.get(name) != theirs.get(name)]
-    if not odd or config.columns is not None:
+    differing = [name for name in names if ours.get(name) != theirs.get(name)]
+    if not differing or config.columns is not None:
         return
-    shared = ",".join(name for name in names if name not in odd)
+    name, shared = differing[0], ",".join(name for name in names if name not in differing)
     raise ConfigError(
-        f"dataset.path: the column {odd[0]!r} is {ours.get(odd[0], 'absent')} in "
-        f"{first_job.user_path} and {theirs.get(odd[0], 'absent')} in {job.user_path}: choose the "
+        f"dataset.path: the column {name!r} is {ours.get(name, 'absent')} in "
+        f"{first_job.user_path} and {theirs.get(name, 'absent')} in {job.user_path}: choose the "
         f"columns to copy among those that they share ('dataset.columns=[{shared}]')"
     )
 

@@ -1,4 +1,9 @@
-"""A `Source` whose rows are answers of other jobs (`dataset=job`). `open_source` makes it."""
+"""A `Source` whose rows are answers of other jobs (`dataset=job`). `open_source` makes it.
+
+For example, a job that judges answers reads them with `dataset.path=OUT`: from answer 3 of the row
+q17 it makes a row with the id `q17#3`, the columns that the other job copied from its data set, its
+generated text, and `source: {row_id: q17, sample_index: 3, digest: …}`.
+"""
 
 from __future__ import annotations
 
@@ -79,25 +84,28 @@ class JobSource(Source):
         """
         self._jobs, self._config = jobs, config
         self._columns = known = job_columns(jobs, config)
-        self._lists = config.rows == "rows"
+        self._lists = config.rows == "rows"  # whether a row has the lists of all its samples
         of_rows = self._of_rows = AnswerColumns(known, config)
         self.schema = of_rows.copied()
         used = None if named is None else named | set(self.schema.names)
-        self._read, self._grades = known.read(used)
+        self._read, self._grades = known.read(used)  # columns of the rows and of the grades
         self._choice = AnswerSelector(config, known)
-        self._graded = self._choice.reads_grades or bool(self._grades)
+        self._uses_grades = self._choice.reads_grades or bool(self._grades)
         for job in jobs:
-            job.needs_grades = self._graded
+            job.needs_grades = self._uses_grades
         self._read_positions = [ReadPosition() for _ in jobs]
-        # The chosen answers in parts, each with the number of its job; and the row after each part.
+        # The chosen answers in parts (shards, or whole jobs), each with the index of its job; and
+        # the number of rows up to the end of each part.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
         self._next_look = 0.0
         self.features = of_rows.features()
         self.columns = tuple(self.features)
+        # The names in `Row.fields`; GRADES is the struct of all grades.
         whole = [GRADES] if used is None or GRADES in used else []
         self._names = [*self._read, *(name for name in whole if self._grades)]
         self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
+        # Parse columns that hold JSON as text, and write the copied ones as such text again.
         self._readers = {
             name: partial(_each, read) if self._lists and name not in known.passthrough else read
             for name, read in json_readers(
@@ -174,7 +182,7 @@ class JobSource(Source):
     def fingerprint(self) -> str:
         """See `Source`."""
         facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in self._jobs]
-        grade_digests = [job.grades_digest if self._graded else "" for job in self._jobs]
+        grade_digests = [job.grades_digest if self._uses_grades else "" for job in self._jobs]
         return fingerprint_text("jobs", *facts, *grade_digests)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
@@ -265,15 +273,18 @@ class JobSource(Source):
             first: the number of the part's first row.
         """
         number, chosen = self._chosen[part]
+        # [R], the answers of each row are chosen.answers[starts:ends].
         ends = chosen.ends[rows]
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
         offsets = np.cumsum(sizes)  # [R], where each row ends among the answers that are read
+        # The indices starts[0] … ends[0] - 1, starts[1] … ends[1] - 1, … in one array.
         indices = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
         rows_done, pending, answers_read = 0, list[pa.Table](), 0
         for table in self._answers(number, chosen.answers[indices]):
             pending.append(table)
             answers_read += len(table)
+            # How many rows have all their answers in the tables so far.
             whole = int(np.searchsorted(offsets, answers_read, side="right"))
             if whole > rows_done:
                 begin = int(offsets[rows_done - 1]) if rows_done else 0

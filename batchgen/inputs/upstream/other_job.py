@@ -26,6 +26,8 @@ class OtherJob(FinishedShards):
     Attributes:
         read: what the manifest of the reading job records of this job.
         text_column: the column of generated text.
+        by_adapter: whether a row was answered with several adapters, so that its id occurs once for
+            each of them.
         is_complete: whether the shards were read, which the first `learn` does.
         needs_grades: whether the grades are used. Set before the first `learn`.
     """

@@ -70,7 +70,7 @@ def follow_job(
     if (promise := promised.get(path)) is not None:
         return FollowedJob(Path(folder), name, promise)
     reader, is_reported = _opened(folder), False
-    while (promise := Promise.found(reader)) is None:
+    while (promise := Promise.of_folder(reader)) is None:
         if not wait:
             raise ConfigError(
                 f"{_KEY}: no shard of {folder} is finished, so its columns are not known yet: try "

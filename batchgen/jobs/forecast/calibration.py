@@ -1,4 +1,4 @@
-"""Reads from a finished job how long its answers were and how fast its device was.
+"""Reads from an earlier run of a job how long its answers were and how fast its device was.
 
 `batchgen plan` uses these measurements, through `seen_in`, to correct its forecast of a similar
 job.
@@ -22,6 +22,7 @@ Ints = npt.NDArray[np.int64]
 _LEAST_SECONDS = 0.2
 """A run shorter than this does not show the speed of the device."""
 _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
+"""The counts of `EngineStats` that are used; `decode_rows` is the sum of the rows of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Calibration:
         counts = self.counts
         if counts is None or not counts["decode_rows"]:
             return None
+        # The prefill gives each row its first token. 0.05 keeps times finite.
         return max((counts["generated"] - counts["rows"]) / counts["decode_rows"], 0.05)
 
     def factor(self, cost: StepCost, width: int) -> float | None:
@@ -66,11 +68,14 @@ class Calibration:
         prompt_length = float(self.prompts.mean())
         answer_length = counts["generated"] / max(counts["rows"], 1)
         rows = counts["decode_rows"] / counts["decode_steps"]
+        # On average a running row has half of its answer.
         step = cost.decode(rows, rows * (prompt_length + answer_length / 2), width)
         estimated = counts["decode_steps"] * step
         if tokens := counts["prefill_tokens"]:
             steps = max(counts["prefill_steps"], 1)
-            estimated += cost.prefill(tokens, counts["rows"], tokens * prompt_length / 2, steps)
+            # On average a token attends to half of its prompt.
+            pairs = tokens * prompt_length / 2
+            estimated += cost.prefill(tokens, counts["rows"], pairs, steps)
         return counts["seconds"] / estimated
 
 
@@ -90,7 +95,10 @@ def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> C
     ]
     if not any(batch.num_rows for batch in answered):
         return None
-    prompts, answers = (np.concatenate([batch[i].to_numpy() for batch in answered]) for i in (1, 2))
+    prompts, answers = (
+        np.concatenate([batch[name].to_numpy() for batch in answered])
+        for name in ("num_prompt_tokens", "num_generated_tokens")
+    )
     calibration = Calibration(f"the job in {name}", prompts, answers)
     measured = [
         attempt

@@ -68,8 +68,9 @@ class EngineEstimate:
         packed, form, parameters = model.config.form, model.form, model.parameters()
         if not isinstance(packed, PackedFormat):
             return text if form is None or not form.native else f"{text} in {format_name(form)}"
-        kept = sum(parameter.nbytes for parameter in parameters if parameter.dtype == torch.int32)
-        how = f"{size_text(kept)} of it in" if kept else "dequantised from"
+        # Weights that stay in 4 bits are packed into int32.
+        packed_bytes = sum(one.nbytes for one in parameters if one.dtype == torch.int32)
+        how = f"{size_text(packed_bytes)} of it in" if packed_bytes else "dequantised from"
         files = f" ({size_text(self.file_bytes)} in the files)" if self.file_bytes else ""
         return f"{text}, {how} {packed.name}{files}"
 
@@ -105,7 +106,7 @@ def estimate_engine(
 ) -> EngineEstimate:
     """Estimate the engine of a job on a GPU with `gpu_bytes` of memory, or on a CPU for None.
 
-    `units` says which parameters stand for the weights of a model that is not loaded.
+    `units` are the weight formats from which the device computes; they decide the parameters.
     """
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = opened.model.dtype(config.model.dtype, "cpu")

@@ -60,7 +60,8 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     seconds, generated = [], []
     for tokens, number, tokens_per_forward in zip(lengths, work.answers, per_forward, strict=True):
         total = max(round(number), 1)
-        seconds.append(run_time(cost, work, tokens, total, tokens_per_forward)[0])
+        run_s, _ = run_time(cost, work, tokens, total, tokens_per_forward)
+        seconds.append(run_s)
         generated.append(float(tokens.mean()) * total)
     start = _start(cost, work)
     running = Range(*(s * times for s, times in zip(seconds, speed, strict=True)))
@@ -85,6 +86,7 @@ def _lengths(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
     if work.seen is not None:
         lengths = np.minimum(work.seen.answers, work.longest)
+        # Low: two standard errors of the mean below it.
         error = float(lengths.std()) / len(lengths) ** 0.5
         share = max(1 - 2 * error / max(float(lengths.mean()), 1), 0.25)
         low = np.maximum((lengths * share).astype(np.int64), 1)
@@ -94,7 +96,9 @@ def _lengths(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
         )
         return (low, lengths, longest), text
     share = likely_share(work.longest)
-    reach = round((2 * share - 1) * 200)  # of 200 answers; the others have any length below
+    # Of 200 answers, `reach` have the longest length and the others are spread evenly below it, so
+    # that their mean is `share` of the longest.
+    reach = round((2 * share - 1) * 200)
     likely = np.append(np.linspace(1, work.longest, 200 - reach), np.full(reach, work.longest))
     text = (
         f"nothing is known of the answers: {share / 2 * work.longest:,.0f} tokens on average "
@@ -123,6 +127,8 @@ def _per_forward(work: Work) -> tuple[Range, str]:
     if work.seen is not None and (measured := work.seen.per_forward) is not None:
         text = f"a row gets {measured:.2f} tokens per forward, as in that job"
         return Range.exactly(measured), text
+    # Block diffusion (min_width 0) may take a forward for each token of a block, and takes one more
+    # to store the block. Other strategies give at least one token per forward.
     bound = 1.0 if work.min_width else width / (width + 1)
     likely = 1 + (width - 1) / (4 if work.min_width else 2)
     text = (

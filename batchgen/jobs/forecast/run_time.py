@@ -67,7 +67,7 @@ class Work:
 def run_time(
     cost: StepCost, work: Work, answers: Ints, total: int, per_forward: float = 1.0
 ) -> tuple[float, float]:
-    """Estimate the seconds and the decode steps of `total` answers.
+    """Estimate the seconds and the decode steps of `total` answers. Returns both.
 
     A row runs while the cache holds its prompt and its whole answer. It takes one step for each
     `per_forward` tokens. The batch stays full until no row waits; the rows of the last batch are
@@ -77,10 +77,12 @@ def run_time(
         answers: [R] the tokens of a sample of the answers, which stands for all.
     """
     prompt, answer = float(work.prompts.mean()), float(np.maximum(answers, 1).mean())
-    of_row = prompt + answer + work.window_tokens
+    of_row = prompt + answer + work.window_tokens  # tokens of the cache that a row takes
     rows = int(max(min(work.rows, total, work.kv_tokens // of_row), 1))
     steps_per_row = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
+    # [rows], the steps of the rows of the last batch: evenly spaced quantiles, ascending.
     last = steps_per_row[((np.arange(rows) + 0.5) / rows * len(steps_per_row)).astype(np.int64)]
+    # The number of steps with a full batch, which compute all rows before the last batch.
     full = (total - rows) * float(steps_per_row.mean()) / rows
     context = prompt + answer / 2
     seconds = full * cost.decode(rows, rows * context, work.width)
@@ -94,6 +96,7 @@ def run_time(
 def _prefill_time(cost: StepCost, work: Work, total: int, rows: int) -> float:
     """Seconds of reading the prompts, without the tokens that are in the cache already."""
     prompt, new = float(work.prompts.mean()), work.computed_tokens
+    # The new tokens of a prompt are its last ones; each attends to all tokens before it.
     pairs = total * new * (prompt - new / 2)
     refills = 1 + (total - rows) / max(rows / _REFILL_SHARE, 1)
     steps = max(total * new / work.batched_tokens, refills)

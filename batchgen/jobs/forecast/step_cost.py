@@ -69,6 +69,7 @@ class ModelSizes:
             share=model.parameters_per_token / model.num_parameters,
             head=head,
             vocabulary=config.vocab_size,
+            # Two products of head_dim multiplications and additions: with the key and the value.
             attention=sum(4 * spec.num_heads * spec.head_dim for spec in specs),
             token_bytes=cache_token_bytes([use]),
             row_bytes=state_bytes(model.cache_specs),
@@ -92,8 +93,24 @@ class _Reached:
     logit_s: float
 
 
-_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12)
-_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9)
+_GPU = _Reached(
+    bandwidth=0.9,
+    products=0.75,
+    decode_attention=0.85,
+    prefill_attention=0.3,
+    layer_s=30e-6,
+    step_s=400e-6,
+    logit_s=3e-12,
+)
+_CPU = _Reached(
+    bandwidth=0.7,
+    products=0.7,
+    decode_attention=0.2,
+    prefill_attention=0.12,
+    layer_s=250e-6,
+    step_s=1e-3,
+    logit_s=4e-9,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,7 @@ class StepCost:
     def decode(self, rows: float, context: float, width: int = 1) -> float:
         """Seconds of one decode step of `rows` rows with `width` tokens each. `context` is the
         number of tokens in the cache that they read together."""
+        # Keys and values are read; recurrent states are read and written.
         cache = context * self.sizes.token_bytes + rows * 2 * self.sizes.row_bytes
         attention = cache / (self._reached.decode_attention * self.device.bandwidth)
         return self.factor * (self._forward(rows * width, rows * width) + attention)

@@ -41,8 +41,8 @@ class BegunAnswers:
         """Prepare to record rows every `every` seconds, or never if `every` is 0."""
         self._engine, self._writer, self._keys, self._every = engine, writer, keys, every
         self._last = time.monotonic()
-        self._own: dict[Hashable, int] = {}  # request → tokens that this worker has recorded
-        self._known: dict[Hashable, int] = {}  # request → tokens that any worker has recorded
+        self._recorded_here: dict[Hashable, int] = {}  # request → tokens that this worker recorded
+        self._recorded: dict[Hashable, int] = {}  # request → tokens that any worker recorded
 
     def find(self, request_id: RequestId, request: RowRequest) -> Begun | None:
         """The record of a request that begins; None if there is no record, or if the record's
@@ -52,13 +52,13 @@ class BegunAnswers:
         row, sample = request_id.row, request_id.sample
         begun = self._writer.begun(row, sample, lambda: self._keys.key(request))
         if begun is not None:
-            self._known[request_id] = len(begun.token_ids)
+            self._recorded[request_id] = len(begun.token_ids)
         return begun
 
     def forget(self, request_id: Hashable) -> None:
         """Note that a request has ended, so that it is recorded no more."""
-        self._own.pop(request_id, None)
-        self._known.pop(request_id, None)
+        self._recorded_here.pop(request_id, None)
+        self._recorded.pop(request_id, None)
 
     def due(self) -> bool:
         """Whether it is time to record rows."""
@@ -81,7 +81,7 @@ class BegunAnswers:
         self._last = time.monotonic()
         ends = self._last + (self._every * _SHARE if seconds is None else seconds)
         lengths = self._engine.begun_lengths()
-        new_tokens = {id: length - self._known.get(id, 0) for id, length in lengths.items()}
+        new_tokens = {id: length - self._recorded.get(id, 0) for id, length in lengths.items()}
         # The last ones, which are taken first, have the most tokens.
         todo = sorted((id for id, new in new_tokens.items() if new > 0), key=new_tokens.__getitem__)
         try:
@@ -99,7 +99,7 @@ class BegunAnswers:
                 "a stop they start again",
                 file=sys.stderr,
             )
-        return len(self._known)
+        return len(self._recorded)
 
     def _batch(
         self, todo: list[RequestId], request_of: Callable[[RequestId], RowRequest]
@@ -109,10 +109,12 @@ class BegunAnswers:
         size = 0
         while todo and size < _BATCH_BYTES:
             request_id = todo.pop()
-            start = self._own.get(request_id, 0)
+            start = self._recorded_here.get(request_id, 0)
             if (begun := self._engine.begun(request_id, start)) is None:
                 continue
-            self._own[request_id] = self._known[request_id] = start + len(begun.token_ids)
+            self._recorded_here[request_id] = self._recorded[request_id] = start + len(
+                begun.token_ids
+            )
             size += 4 * len(begun.token_ids) + sum(v.nbytes for v in begun.columns.values())
             key = self._keys.key(request_of(request_id))
             yield BegunRow(request_id.row, request_id.sample, key, start, begun)

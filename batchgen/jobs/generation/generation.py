@@ -63,7 +63,12 @@ class Generation:
         Args:
             request: makes the request of a row; raises RequestError for a row that cannot have one.
             split: separates the answer from the other texts of an output, such as its reasoning.
+            writer: writes finished rows into shards.
+            metrics: the figures of this attempt, for metrics.json.
             waves: decides when the samples of a row begin.
+            spending: says when the budget is used up.
+            costs: records the device time of requests.
+            begun: records unfinished answers, so that a later attempt continues them.
             reuse: finds older rows to copy; None if none are copied.
             job: the name of the job among those that share the engine.
         """
@@ -83,9 +88,9 @@ class Generation:
         self._scores_choices = config.scores_choices
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
-        self._first = FailFast(enabled, writer.others_have_rows)
-        # Twice as many requests as can run: if a step finishes all of them, the next ones
-        # are queued.
+        self._fail_fast = FailFast(enabled, writer.others_have_rows)
+        # Twice as many requests as can run: if a step finishes all of them, the next ones are
+        # queued already.
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[Hashable, SampleRequest] = {}
 
@@ -106,7 +111,7 @@ class Generation:
         started = time.monotonic()
         while not todo.is_over():
             todo.in_flight = len(self._in_flight) + self._waves.pending
-            finished = [] if self._first.wait else self._refill(requests)
+            finished = [] if self._fail_fast.wait else self._refill(requests)
             if self._in_flight:
                 yield 0.0
                 for output in self._engine.step():
@@ -116,11 +121,11 @@ class Generation:
             elif not finished:
                 # A job that follows a running one gets more rows, which may not fail.
                 num_rows = self._writer.num_rows
-                if held := [] if todo.is_following else self._first.ended(num_rows):
+                if held := [] if todo.is_following else self._fail_fast.ended(num_rows):
                     self._write(held, progress)
                 else:  # other workers do what is left, or rows are waited for
                     yield _IDLE_SECONDS
-            passed = self._first.passed(finished, len(self._in_flight))
+            passed = self._fail_fast.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
@@ -160,7 +165,7 @@ class Generation:
 
     def _save_begun(self, seconds: float | None = None) -> None:
         """Record the tokens of the rows in flight, unless all rows may be failing."""
-        if self._first.holds_rows:
+        if self._fail_fast.holds_rows:
             return
         attempt, requests = self._metrics.attempt, self._in_flight
         attempt.rows_recorded = self._begun.save(
@@ -173,7 +178,7 @@ class Generation:
         self._costs.save()
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
-        # `write` leaves out rows that another worker has written meanwhile, which counts
+        # `write` leaves out rows that another worker has written meanwhile; that worker counts
         # them.
         if new := self._writer.write(finished) if finished else []:
             if self._reuse is not None:
@@ -252,7 +257,7 @@ class Generation:
                 return None
             assert isinstance(request.request, RowRequest)
             request.ended.append(output)
-            if len(request.ended) <= len(request.request.choices):
+            if len(request.ended) <= len(request.request.choices):  # the row and its choices
                 return None
             output = with_scores(request.ended)
         self._begun.forget(request_id)
@@ -268,6 +273,7 @@ class Generation:
             row, samples = task
             fields: Mapping[str, Any] | None = None
             prepared: RowRequest | RequestError
+            # If the copied columns themselves are wrong, the error row has nulls in them.
             try:
                 fields = self._source.passthrough(row)
                 if self._has_images:

@@ -95,7 +95,7 @@ class Progress:
         self._decode = decode
         self._started = self._shown = self._answer_shown = time.monotonic()
         self._speed = _Speed(self._started)
-        self._left = None
+        self._left = None  # estimates the time left
         if total is not None:
             self._left = TimeLeft(total - resumed, longest, batch_share, self._started)
 
@@ -118,8 +118,8 @@ class Progress:
             self._score.add(finished)
         for row in finished:
             if self._left is not None:
-                run = None if row.is_copied else row.output
-                self._left.add(None if run is None else len(run.token_ids))
+                generated = None if row.is_copied else row.output
+                self._left.add(None if generated is None else len(generated.token_ids))
             if (error := row.failure) is not None:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:

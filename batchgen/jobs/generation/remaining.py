@@ -56,14 +56,13 @@ class AnswerLengths:
         self._finished[min(length, self._longest)] += 1
 
     def remaining(self, running: Ints, waiting: float) -> Remaining | None:
-        """What is still to be generated, given [B] tokens of the running rows and the number of
-        rows that wait; None before the first row has finished."""
+        """Return what is still to be generated, given [B] tokens of the running rows and the number
+        of rows that wait; None before the first row has finished."""
         if not self._finished.any():
             return None
         running = np.minimum(running, self._longest - 1)
         longer = self._longer(running)
-        # to_come[x] is the sum of longer[x:]. Divided by longer[x] it is the expected rest
-        # of a row
+        # to_come[x] is the sum of longer[x:]. Divided by longer[x] it is the expected rest of a row
         # that has x tokens.
         to_come = np.cumsum(longer[::-1])[::-1]
         rests = to_come[running] / longer[running]
@@ -77,10 +76,17 @@ class AnswerLengths:
         running: Ints,
         waits: bool,
     ) -> float:
-        """`Remaining.drain`: the expected largest of the remaining lengths of B rows, less their
-        mean."""
+        """Return `Remaining.drain`: the expected largest of the remaining lengths of B rows, less
+        their mean.
+
+        If rows wait, the last rows are not those that run now, and the lengths left at any time are
+        those of a row at a random point of its answer; otherwise they are the rests of the running
+        rows. The expected value of a length is the sum of the probabilities that it is over x, for
+        all x; here over a grid of x.
+        """
         if not len(running):
             return 0.0
+        # shares[b, g] is the probability that row b has more than after[g] tokens left.
         after = np.linspace(0, self._longest, _GRID).astype(np.int64)
         if waits:
             share = np.append(to_come, 0.0)[after] / to_come[0]  # [G]
@@ -88,20 +94,23 @@ class AnswerLengths:
         else:
             padded = np.append(longer, np.zeros(self._longest + 1))
             shares = padded[running[:, None] + after] / longer[running, None]  # [B, G]
+        # The largest is over x unless all of them are not.
         largest = 1 - np.prod(1 - np.minimum(shares, 1), axis=0)
         return float(np.trapezoid(largest - shares.mean(axis=0), after))
 
     def _longer(self, running: Ints) -> npt.NDArray[np.float64]:
-        """[longest], the share of answers that have more tokens than the index."""
-        ends, number = self._finished[:-1], self._longest
-        counts = self._finished + np.bincount(running, minlength=number + 1)
-        at_risk = np.cumsum(counts[::-1])[::-1][:-1]
-        hazard = ends / np.maximum(at_risk, 1)
-        last = int(np.flatnonzero(self._finished)[-1])
-        longest = int(running.max(initial=-1))
-        if last < number and longest >= last:
-            newest = slice(int(longest * (1 - _NEWEST)), longest + 1)
-            hazard[longest + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
+        """Return [longest], the share of answers that have more tokens than the index."""
+        ended, limit = self._finished[:-1], self._longest  # ended[x]: answers of x tokens
+        counts = self._finished + np.bincount(running, minlength=limit + 1)
+        at_risk = np.cumsum(counts[::-1])[::-1][:-1]  # rows with x tokens or more so far
+        hazard = ended / np.maximum(at_risk, 1)  # the probability to end at x tokens
+        longest_finished = int(np.flatnonzero(self._finished)[-1])
+        longest_running = int(running.max(initial=-1))
+        if longest_finished < limit and longest_running >= longest_finished:
+            # No row has gone further: take the rate of the last lengths. 0.5 and 1 keep it above 0.
+            newest = slice(int(longest_running * (1 - _NEWEST)), longest_running + 1)
+            rate = (ended[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
+            hazard[longest_running + 1 :] = rate
         return np.cumprod(1.0 - hazard).astype(np.float64)
 
 

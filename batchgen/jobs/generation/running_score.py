@@ -23,12 +23,14 @@ from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.util.text.row_json import json_readers
 from batchgen.util.text.text_table import number_text, percent_text
 
-_SHARE, _ALWAYS = 0.01, 0.05
-"""Grading here may take this share of the running time and, besides, this number of seconds. The
-running score leaves out answers for which there is no time."""
-_SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
-"""Limits of grading in another process: its share of the running time, the seconds after which it
-begins, and the most answers that it grades at once."""
+_SHARE, _FREE_SECONDS = 0.01, 0.05
+"""Grading in this thread may take _FREE_SECONDS and this share of the running time. The running
+score leaves out answers for which there is no time."""
+_SHARE_BESIDE, _FREE_SECONDS_BESIDE = 0.05, 1.0
+"""These two limits for grading in another process."""
+_FIRST_SECONDS, _MOST_ANSWERS = 20.0, 32
+"""The seconds after which grading in another process begins, and the most answers that it grades at
+once."""
 _LOOK_SECONDS = 5.0  # between two looks at the folder of grades
 
 
@@ -60,6 +62,7 @@ def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> Runn
     if column not in (produced.name for produced in chain.columns):
         return None
     fields = [step.field_names for step in chain.steps]
+    # Whether each step says which columns it reads, and rows have these before they are written.
     known = {name for names in fields for name in names or ()} <= set(schema.passthrough)
     if None in fields or not known or any(isinstance(s, SelfTimedStep) for s in chain.steps):
         return _OfShards(folder / GRADES, column)
@@ -93,7 +96,9 @@ class _OfRows:
         self._chain, self._config = chain, config.score
         self._readers: Mapping[str, Callable[[Any], Any]] = json_readers(schema.arrow)
         self._mean = _Mean(config.score.column)
-        self._started, self._spent, self._closed = time.monotonic(), 0.0, False
+        self._started, self._closed = time.monotonic(), False
+        self._spent = 0.0  # seconds of grading so far
+        # Whether a step runs in a process of its own, so that grading takes no time of this thread.
         self._is_beside = any(step.isolated for step in chain.steps)
         self._thread: ThreadPoolExecutor | None = None
         self._grader: Grader | None = None
@@ -102,17 +107,19 @@ class _OfRows:
     def add(self, finished: Sequence[FinishedRow]) -> None:
         """See `RunningScore`."""
         seconds = time.monotonic() - self._started
-        share, always = (_SHARE_BESIDE, 1.0) if self._is_beside else (_SHARE, _ALWAYS)
-        if self._spent > always + share * seconds:
+        share, free_seconds = _SHARE, _FREE_SECONDS
+        if self._is_beside:
+            share, free_seconds = _SHARE_BESIDE, _FREE_SECONDS_BESIDE
+        if self._spent > free_seconds + share * seconds:
             return
         rows = [row for row in finished if self._counts(row)]
         if not self._is_beside:
             self._mean.add(self._graded(rows))
-        elif rows and seconds >= _FIRST and (self._future is None or self._future.done()):
+        elif rows and seconds >= _FIRST_SECONDS and (self._future is None or self._future.done()):
             self._take()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "score so far")
-            self._future = self._thread.submit(self._graded, rows[:_MOST])
+            self._future = self._thread.submit(self._graded, rows[:_MOST_ANSWERS])
 
     def _counts(self, row: FinishedRow) -> bool:
         """Whether a row's answer is graded."""
@@ -134,6 +141,7 @@ class _OfRows:
         return marks
 
     def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the text and the fields of each row, as steps read them."""
         for row in rows:
             if self._closed:  # the score is no longer needed
                 return
@@ -144,6 +152,7 @@ class _OfRows:
             yield row.extra.get(TEXT, row.output.text) or "", fields
 
     def _take(self) -> None:
+        """Add the marks that the thread has computed."""
         if self._future is not None and self._future.done():
             self._mean.add(self._future.result())
             self._future = None

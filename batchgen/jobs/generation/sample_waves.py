@@ -71,8 +71,8 @@ class SampleWaves(EverySample):
         self._judge, self._writer = judge, writer
         self._rows: dict[int, _BegunRow] = {}  # row index → row
         # Ordered sets of row indices. In `_news`: rows that are new or of which a sample was
-        # written,
-        # so that they may need more samples. In `_ahead`: the same, for samples begun ahead.
+        # written, so that they may need more samples. In `_ahead`: the same rows, until their
+        # samples were begun ahead.
         self._news: dict[int, None] = {}
         self._ahead: dict[int, None] = {}
 
@@ -95,7 +95,7 @@ class SampleWaves(EverySample):
             if next_task is None:
                 yield self._begin_ahead() if has_room() else None
                 continue
-            row = next_task[0]
+            row, _ = next_task  # `_more` decides which samples begin
             if (number := self._writer.shard_of(row.index)) != shard:
                 shard = number
                 self._forget_closed()

@@ -45,9 +45,7 @@ class Used:
         spans_by_process = defaultdict(list)
         for number, attempt in enumerate(attempts):
             start = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
-            # Earlier versions of batchgen did not record the process of an attempt:
-            # each such
-            # attempt counts as a process.
+            # Attempts in old files have no `pid`: each of them counts as a process.
             process = attempt["host"], attempt.get("pid") or -number, attempt.get("devices", 1)
             spans_by_process[process].append((start, start + attempt["wall_s"]))
         all_spans = [span for spans in spans_by_process.values() for span in spans]
@@ -142,7 +140,7 @@ class Spending:
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The seconds that lie in at least one of the spans."""
+    """Return the seconds that lie in at least one of the spans, each a start and an end."""
     covered, end = 0.0, -math.inf
     for start, stop in sorted(spans):
         covered += max(0.0, stop - max(start, end))

@@ -1,5 +1,9 @@
 """Jobs as generators of turns, so that one loop can run several jobs in one engine
-(`run/run_jobs.py`)."""
+(`run/run_jobs.py`).
+
+A *turn* is what a job does between two values that its generator yields, such as queueing requests
+or writing finished rows.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +38,18 @@ def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
     """Call `look()` after every turn. Errors that `look` raises, and errors that the caller throws
     into this generator, are thrown into `turns`."""
     with closing(turns):
-        go_on: Callable[[], float] = partial(next, turns)
+        take_turn: Callable[[], float] = partial(next, turns)
         while True:
             try:
-                seconds = go_on()
+                seconds = take_turn()
             except StopIteration as end:
                 result: T = end.value
                 return result
-            go_on = partial(next, turns)
+            take_turn = partial(next, turns)
             try:
                 look()
                 yield seconds
             except GeneratorExit:
                 raise
             except BaseException as error:
-                go_on = partial(turns.throw, error)
+                take_turn = partial(turns.throw, error)

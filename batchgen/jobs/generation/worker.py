@@ -1,5 +1,9 @@
 """This process as one of the workers of a job: its heartbeat, its leases, its next shard.
 
+Several processes, the *workers*, may compute one job. They divide its shards between them through
+files in the job's folder: a *lease* says which worker computes a shard, and a *heartbeat* (a file
+that a worker rewrites every few seconds) shows that it is alive.
+
 `Worker` runs the protocol of `storage/leases/lease_protocol.py` on the job's storage. `ShardQueue`
 asks it for shards, and the job's end for the right to complete the job.
 """
@@ -48,6 +52,7 @@ _OLDER = f"{LEASES}/older.json"  # the rows that the first worker found finished
 _TAIL = 5
 """A worker reads the others' progress this many times as often when no shard is left to begin."""
 How = Literal["complete", "stopped", "failed"]
+"""How a worker ended."""
 
 
 class Worker:
@@ -93,7 +98,7 @@ class Worker:
         self._saw_gone: float | None = None  # when the leases were first seen to be gone
         self.store.do(Create(SESSION, json.dumps(key).encode()))
         session = self.store.do(Read(SESSION)) or b'""'
-        self.store.fence(session)
+        self.store.fence(session)  # an object store then refuses what another session wrote
         self.session: str = json.loads(session)
 
     def end(self, how: How | None) -> None:

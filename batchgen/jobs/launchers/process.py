@@ -86,7 +86,8 @@ class WorkerProcess:
             environment: variables that the worker has besides those of this process.
             new_session: whether the worker gets another process group.
         """
-        with output[0].open("wb") as out, output[1].open("ab") as err:
+        stdout, stderr = output
+        with stdout.open("wb") as out, stderr.open("ab") as err:
             self._child = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -128,8 +129,7 @@ def worker_arguments(job: Path, index: int) -> list[str]:
     `job` is a file with the text of `worker_job`. The worker trusts it as much as the job was
     trusted.
     """
-    # Without -P Python looks for batchgen in the working directory first, where another version
-    # may
+    # Without -P Python looks for batchgen in the working directory first, where another version may
     # be. But if this package is in the working directory, Python may find it only there.
     safe = [] if Path.cwd() == _ROOT else ["-P"]
     return [*safe, "-m", "batchgen", str(job), f"workers.name={index}", "--trust", str(job)]

@@ -193,8 +193,9 @@ def places(
 
 def _room(resources: Need, need: Need) -> int:
     """How many workers a node has room for."""
+    # 1e-6 makes up for rounding: three workers of 0.1 GPU fit into 0.3.
     fits = [int((resources.get(name, 0) + 1e-6) // number) for name, number in need.items()]
-    return min(fits, default=1_000_000)
+    return min(fits, default=1_000_000)  # workers that need nothing fit in any number
 
 
 def _node(node: Mapping[str, Any]) -> str:

@@ -151,7 +151,7 @@ class Supervisor:
                     return
                 self._look(slot, output)
             self._stop_unneeded()
-            output.show(sum(p.is_running and not p.process.has_begun() for p in self._slots))
+            output.show(sum(s.is_running and not s.process.has_begun() for s in self._slots))
             time.sleep(_LOOK_SECONDS)
 
     def _look(self, slot: WorkerSlot, output: LaunchProgress) -> None:
@@ -162,7 +162,8 @@ class Supervisor:
         end, was_killed = slot.end, slot.end.code is None
         slot.came_late = end.code == 1 and self._folder.is_complete()
         is_job_complete = any(other.is_clean for other in self._slots)
-        # A worker that failed before its first row would fail again.
+        # Exit code 1 is an error while the job ran, and 2 a mistake of the user. A worker that
+        # failed before its first row would fail again.
         may_help = was_killed or (end.code == 1 and self._folder.has_rows_of(end.process))
         restart = may_help and not is_job_complete and slot.starts <= self._restarts
         restart = restart and (was_killed or not self._folder.has_quarantined())
@@ -215,6 +216,7 @@ class Supervisor:
             return Launched(128 + stopped_by, stopped_by, message)
         if spent := [slot for slot in self._slots if slot.is_out_of_budget]:
             _print_last_lines([slot for slot in self._slots if slot.has_failed])
+            # The last two lines on stderr say what was spent, and how many answers are done.
             return Launched(SPENT, None, "\n".join(spent[-1].printed(1).splitlines()[-2:]))
         _print_last_lines(self._slots)
         codes = {None if slot.end is None else slot.end.code for slot in self._slots}

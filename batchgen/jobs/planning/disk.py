@@ -55,6 +55,7 @@ def disk_use(
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     token_bytes = _TEXT_BYTES + values["output"] + values["context"]
+    # Lists with a few values per row; four are assumed.
     small = sum(values[scope] for scope in ("choice", "tail", "edits"))
     row_bytes = _ROW_BYTES + values["row"] + 4 * small
     row_bytes += prompt * (values["context"] + values["answer"])

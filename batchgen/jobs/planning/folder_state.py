@@ -104,6 +104,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
         if until is not None:
+            # All samples of a complete row have an outcome; the row is counted by its first sample.
             known = pc.is_in(batch[OUTCOME], pa.array(["enough", "exhausted"]))
             samples += pc.sum(known).as_py() or 0
             complete += pc.sum(pc.and_(known, pc.equal(batch[SAMPLE_COLUMN], 0))).as_py() or 0

@@ -26,7 +26,7 @@ from batchgen.util.text.text_table import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WIDTH = 80
+_WIDTH = 80  # columns of a line
 _NAME = 11  # columns of an entry's name
 _LONGEST_VALUE = 200  # characters
 LONGEST_PROMPT = 2000

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan as text."""
+    """Return the whole plan as text: the lines of a dry run, then memory, disk, time, errors and
+    warnings."""
     return printed(plan, _entries(plan))
 
 

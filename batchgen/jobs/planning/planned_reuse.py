@@ -70,14 +70,14 @@ def _copied(config: JobConfig, opened: OpenedJob, scan: Scan, older: OlderJobs) 
     stream = stream_of(config.sampling.stream, opened.source.jobs)
     with closing(open_storage(config.output.dir, config.workers)) as storage:
         is_there = written_manifest(storage) is not None
-        own_keys = KeyIndex([read_keys(storage)] if is_there else [])
+        job_keys = KeyIndex([read_keys(storage)] if is_there else [])
     count = 0
     for row, request in scan.sample:
         for sample in range(config.sampling.most_samples):
             key = keys.key(request.of_sample(row.id, sample, stream))
-            is_own = bool(own_keys.find(key))
-            is_available = is_own or older.has(key)
-            count += is_available and not is_own
+            is_done = bool(job_keys.find(key))
+            is_available = is_done or older.has(key)
+            count += is_available and not is_done
             if config.sampling.until is not None and not is_available:
                 break
     return count

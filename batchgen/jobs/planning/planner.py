@@ -1,5 +1,8 @@
-"""Makes the plan of a job for `batchgen plan`, in seconds and without loading weights
-(`make_plan`)."""
+"""Makes the plan of a job for `batchgen plan`, in seconds and without loading weights.
+
+`make_plan` reads some rows (`outlined`), estimates the engine and its memory on a device, and from
+both the time, the tokens and the bytes of the output.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +68,10 @@ class _Planner:
         config, outline = self._config, self._outline
         if outline.refusal is not None:
             self._errors.append(str(outline.refusal))
-        wanted, name = self._settings.device, config.engine.device
-        device = None if wanted is None else device_named(wanted)
-        if device is None:
-            device = device_here(name if wanted is None else "cpu", self._opened.dtype)
+        if self._settings.device is None:
+            device = device_here(config.engine.device, self._opened.dtype)
+        else:  # None is the CPU, whose speed is measured on this machine
+            device = device_named(self._settings.device) or device_here("cpu", self._opened.dtype)
         engine, memory = self._engine(device)
         expected, disk = None, None
         if memory is not None and outline.scan.sample:
@@ -96,8 +99,8 @@ class _Planner:
         )
 
     def _engine(self, device: Device) -> tuple[EngineEstimate, MemoryPlan | None]:
-        """The engine on a device, and the plan of its memory; None if the job does not fit
-        there."""
+        """Return the engine on a device, and the plan of its memory, which is None if the job does
+        not fit there."""
         opened, memory = self._opened, device.memory or None
         four_bits = device.is_gpu and opened.dtype.itemsize == 2
         units = Units(device.fp8, four_bits, opened.dtype)
@@ -127,7 +130,7 @@ class _Planner:
         kv_tokens, window_tokens = memory.window_tokens(float(scan.lengths.mean()) + longest)
         work = Work(
             prompts=scan.lengths,
-            answers=samples.number.times(max(rows, 1 / likely)),
+            answers=samples.number.times(max(rows, 1 / likely)),  # at least one answer
             longest=longest,
             exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
             width=max(engine.uses[TARGET].widths),
@@ -197,5 +200,5 @@ class _Planner:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
+    """Return the number of tokens with which both prompts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

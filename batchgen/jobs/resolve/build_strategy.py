@@ -1,4 +1,4 @@
-"""Makes the decoding strategy that a configuration names (`decoding._target_`)."""
+"""Makes the decoding strategy that a configuration names (`strategy._target_`)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _check_trackers(config: JobConfig) -> None:
 def _check_model(config: JobConfig) -> None:
     path = config.model.path
     if not path.startswith(PACKAGE_SCHEME) and path.count("/") == 1 and path[0] not in "/.~":
-        return  # it may be on the hub
+        return  # it may be OWNER/NAME on the hub
     from batchgen.inputs.model.model_source import resolve_model
 
     resolve_model(path, config.model.revision, weights=False)
@@ -76,6 +76,7 @@ def _check_data(config: JobConfig) -> None:
     if path.is_dir():
         return
     files = find_files(path)
+    # Row steps and renames change the columns, and several files may have different ones.
     if len(files) > 1 or config.rows or data.rename or data.reading:
         return
     if (names := _columns(files[0])) is None:

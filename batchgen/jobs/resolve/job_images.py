@@ -62,7 +62,7 @@ def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImag
     prompt, columns = config.prompt, source.features
     if not isinstance(prompt, ChatPromptConfig | OpenAIPromptConfig):
         return None
-    parts = _parts_in(prompt, source)
+    parts = _parts_in(prompt, source)  # of each of the first conversations
     vision = model.config.vision
     if vision is None:
         if parts and all(parts) and isinstance(prompt, ChatPromptConfig):

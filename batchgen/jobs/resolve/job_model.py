@@ -79,9 +79,8 @@ def model_fingerprints(
     for name, other in others.items():
         fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if (constraint := config.params.constraint) is not None:
-        # The order of a schema's keys decides the order in an answer, but configurations
-        # are compared
-        # without it.
+        # The order of a schema's keys decides the order in an answer, but configurations are
+        # compared without it.
         fingerprints["constraint"] = fingerprint_text(constraint.text)
     return fingerprints
 
@@ -96,7 +95,8 @@ def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, st
         for name, adapter in model.adapters.items()
     }
     if not names:
-        return dict(zip([OF_ADAPTER] * len(digests), digests.values(), strict=True))
+        # A job whose adapter has no name has at most one.
+        return {OF_ADAPTER: next(iter(digests.values()))} if digests else {}
     return {
         OF_ADAPTERS: ", ".join(names),
         **{f"{OF_ADAPTER} {name}": digest for name, digest in digests.items()},

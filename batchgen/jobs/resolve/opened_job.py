@@ -23,12 +23,8 @@ from batchgen.inputs.constraint.choice_columns import choice_ids
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import strategy_heads
-from batchgen.jobs.resolve.answer_columns import (
-    select_columns,
-)
-from batchgen.jobs.resolve.job_model import (
-    model_fingerprints,
-)
+from batchgen.jobs.resolve.answer_columns import select_columns
+from batchgen.jobs.resolve.job_model import model_fingerprints
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.storage.stores.manifest import CONTRACT
 from batchgen.util.errors import mistakes_in
@@ -50,11 +46,13 @@ class OpenedJob(ResolvedJob):
         config: the configuration with which it was opened.
         model: the target.
         others: the strategy's other models with checkpoints, by name.
-        context_columns: the columns of context scope that the job asks for.
+        context_columns: the output columns of the job that also have values for the tokens of the
+            prompt.
         compiler: compiles the rows' constraints; None if there are none.
         dtype: the dtype of weights and activations.
         step_fingerprints: versions of the steps of `rows`, and digests of the files that they read.
-        kept: the weights that jobs of this process share; None loads them for this job alone.
+        kept: holds the weights between jobs of this process that use the same model; None loads
+            them for this job alone.
     """
 
     config: JobConfig
@@ -124,8 +122,7 @@ class OpenedJob(ResolvedJob):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
                 engine = recipe.engine(weights, others, self.compiler, ranks.leader)
-        # The user sees how memory is divided, because that decides how many rows run
-        # together.
+        # The user sees how memory is divided, because that decides how many rows run together.
         print(f"memory: {engine.memory}", file=sys.stderr, flush=True)
         return engine
 
@@ -169,11 +166,11 @@ class OpenedJob(ResolvedJob):
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """The recipe from which the job's engine is built."""
         return EngineRecipe(
-            self.model,
-            self.others,
-            self.strategy,
-            config.engine,
-            config.model.dtype,
-            config.engine.device,
-            tuple(column.name for column in self.context_columns),
+            model=self.model,
+            others=self.others,
+            strategy=self.strategy,
+            config=config.engine,
+            dtype=config.model.dtype,
+            device=config.engine.device,
+            context_columns=tuple(column.name for column in self.context_columns),
         )

@@ -1,5 +1,9 @@
 """Checks that a job which replays the answers of another job decodes with the same settings as that
-job."""
+job.
+
+A replay computes the probabilities with which a diffusion model unmasks the tokens of a stored
+answer, in the steps in which they were unmasked. `open_job.py` calls `check_replay`.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from batchgen.jobs.reuse.key_log import Records
 
 _HALVES = np.dtype([("high", ">u8"), ("low", ">u8")])
+"""The two halves of a key (16 bytes) as integers, which numpy can sort and search."""
 BYTES_PER_ROW = 36
 """The bytes of memory for a row of an older job: its key, its location, the checksum of its
 tokens."""
@@ -45,8 +46,10 @@ class KeyIndex:
             for shard, records in shards.items()
             if len(records)
         ]
+        # [P], the job and the shard of each part; a part is the records of one shard.
         self._jobs = np.array([job for job, *_ in parts], np.int32)
         self._shards = np.array([shard for _, shard, _ in parts], np.int64)
+        # [N] each, the rows of all parts, in the order of `_high`.
         halves = [np.ascontiguousarray(r["key"]).view(_HALVES) for *_, r in parts]
         high = _joined([h["high"] for h in halves], np.uint64)
         order = np.argsort(high, kind="stable")

@@ -32,7 +32,8 @@ from batchgen.storage.shards.output_schema import OutputSchema, SplitOutput
 from batchgen.storage.shards.row_order import row_keys
 from batchgen.util.request_id import RequestId
 
-_OPEN_SHARDS, _KEPT_BATCHES = 4, 4  # the most that are kept in memory
+_OPEN_SHARDS, _KEPT_BATCHES = 4, 4
+"""The maximum number of shards in memory, and of batches of each."""
 _BACK = 64
 """The number of earlier rows that are read together with a row, if rows are asked for backwards."""
 _NOT_COPIED = {
@@ -131,10 +132,10 @@ class _ShardRows:
 
     def row(self, row_index: int, sample: int) -> pa.RecordBatch | None:
         """One row; None if it is not there."""
-        key = (row_index << 31) | sample
+        key = (row_index << 31) | sample  # as `row_keys` computes it
         if (row := self._kept_row(key)) is not None:
             return row
-        if not 0 <= self._next <= key:
+        if not 0 <= self._next <= key:  # nothing was read yet, or the row is behind
             first = max(0, row_index - _BACK) if key < self._next else row_index
             shard = self._reader.shard(self._number)
             self._rest = shard.batches(self._names, first, BATCH)

@@ -21,6 +21,7 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 
 KEY_BYTES = 16
+"""The length of a key."""
 _ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
 """Parameters that only choose output columns. They are not part of a key, because the schema says
 which columns a row has."""
@@ -55,9 +56,10 @@ class RowKeys:
         deciding = {
             name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
         }
-        # The parameters of a row contain its constraint.
+        # The parameters of a row contain its constraint, so it is no part of what rows share.
         deciding.pop("constraint", None)
-        # They name its adapter, whose digest is put into the key.
+        # The parameters name the adapter, and `key` puts the digest of its files in place of the
+        # name.
         self._adapter = deciding.pop(OF_ADAPTER, None)
         start = f"{OF_ADAPTER} "
         adapter_names = [name for name in deciding if name.startswith(start)]

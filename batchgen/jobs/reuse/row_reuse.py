@@ -56,7 +56,7 @@ class OlderJobs:
                 continue
             self._folders.append((folder, rows))
         self._index = KeyIndex(records)
-        self._damaged: set[int] = set()
+        self._damaged: set[int] = set()  # indices of folders that turned out to be damaged
 
     def __len__(self) -> int:
         return len(self._index)

@@ -75,6 +75,5 @@ def _is_same(
         return False
     known = [name for name in fields if name in schema.names]
     now = {name: pa.array([fields[name]], schema.field(name).type)[0].as_py() for name in known}
-    return repr(now) == repr(
-        {name: finished[name] for name in known}
-    )  # as texts, because NaN != NaN
+    before = {name: finished[name] for name in known}
+    return repr(now) == repr(before)  # as texts, because NaN != NaN

@@ -1,4 +1,5 @@
-"""Prepares what a job needs for each row: its request, its output columns, and the job's manifest.
+"""Prepares what a job needs for each row: its request, its output columns, and the job's manifest
+(manifest.json, which records what decides the rows).
 
 Runs, plans and dry runs call these functions before they look into the job's folder.
 """
@@ -129,6 +130,7 @@ def row_request(
             raise row.failure
         params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
+        # The most tokens that may follow the prompt.
         num_after = params.max_new_tokens if answer is None else len(answer)
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
@@ -139,7 +141,7 @@ def row_request(
         ids, images = (
             prompt.token_ids_and_images(row) if with_images else (prompt.token_ids(row), [])
         )
-        too_long = "error" if images else config.prompt.too_long
+        too_long = "error" if images else config.prompt.too_long  # images cannot be cut
         ids = fit_prompt(ids, room, too_long, parts.bos_id)
         return RowRequest(ids, params, answer, choices, images)
 
@@ -164,9 +166,7 @@ def pin_values(config: JobConfig, parts: ResolvedJob) -> JobConfig:
 def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is requested now, without digests of its rows."""
     config = pin_values(config, parts)
-    from batchgen.jobs.run.image_files import (
-        content_fingerprint,  # loads the libraries for data
-    )
+    from batchgen.jobs.run.image_files import content_fingerprint  # loads the libraries for data
 
     fingerprints = parts.fingerprints
     read = parts.source.jobs
@@ -177,8 +177,8 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
         groups["sampling"]["until"]["post"] = where.described
     if depth := depth_of(read):
         groups["dataset"]["depth"] = depth
-    many = len(read) > 1
-    jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
+    has_several = len(read) > 1
+    jobs = {f"{READ_JOB} {job.name}" if has_several else READ_JOB: job.digest for job in read}
     return Manifest.build(
         groups,
         {"dataset": content_fingerprint(parts.source, parts.prompt), **fingerprints, **jobs},

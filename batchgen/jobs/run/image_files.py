@@ -1,5 +1,6 @@
 """The image files that rows name. Their content counts as part of the rows: a changed image makes
-another data set."""
+another data set. The digests of a job's rows use `content_of`, its manifest `content_fingerprint`.
+"""
 
 from __future__ import annotations
 

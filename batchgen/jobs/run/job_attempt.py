@@ -28,7 +28,8 @@ class JobAttempt:
     """The objects that one worker's run of a job shares, and how the run reports its end.
 
     Attributes:
-        config, parts, rows: the job.
+        config, parts, rows: the job: its configuration, the opened job, and what makes the requests
+            of its rows.
         folder: its output folder.
         worker, writer: this process among the job's workers, and the writer of its rows.
         signals: the signals that stop the job.
@@ -111,10 +112,8 @@ class JobAttempt:
         self.writer.flush()
         self.metrics.save("stopped")
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
-        display_name, recorded = (
-            self.folder.storage.display_name,
-            self.metrics.attempt.rows_recorded,
-        )
+        display_name = self.folder.storage.display_name
+        recorded = self.metrics.attempt.rows_recorded
         begun = f" and {recorded:,} begun" if recorded else ""
         if self.signals.received is None and self.spending.is_spent:
             message = (

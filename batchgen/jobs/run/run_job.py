@@ -81,7 +81,7 @@ def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Tu
 def _joined(
     config: JobConfig, parts: ResolvedJob, rows: CheckedRows, stack: ExitStack
 ) -> tuple[JobFolder, Worker]:
-    """Open the job's folder and join its workers, until the stack ends.
+    """Open the job's folder and join its workers, until the context of `stack` ends.
 
     In an object store, another process may open the job at the same moment; then this one tries
     again and joins it.
@@ -130,8 +130,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         attempt.writer.finish(attempt.todo.num_rows)
         if parts.source.follows:
             folder.settle(job_manifest(config, parts, attempt.rows.schema))
-            # The job that was followed is complete: whoever opens this folder later need not
-            # follow.
+            # The followed job is complete: whoever opens this folder later need not follow it.
             data = replace(config.dataset, follow=False)
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()

@@ -1,5 +1,9 @@
 """One engine for several jobs: each job gets a port that looks like an engine used by it alone.
-`run_jobs.py` makes it."""
+`run_jobs.py` makes it.
+
+A job queues requests at its port. Only `SharedEngine.step` runs a step of the engine; it gives each
+finished request to the port of its job, where the job takes it by `EnginePort.step`.
+"""
 
 from __future__ import annotations
 
@@ -108,11 +112,11 @@ class EnginePort:
         """Queue a request; see the engine."""
         assert request_id.job == self.name
         request = prompt_token_ids, params, answer, images, begun
-        goes_on = self._engine.add_request(request_id, *request)
+        continues = self._engine.add_request(request_id, *request)
         self.waiting.add(request_id)
-        if begun is not None and goes_on:
+        if begun is not None and continues:
             self._begun[request_id] = len(begun.token_ids)
-        return goes_on
+        return continues
 
     def begun_lengths(self) -> dict[RequestId, int]:
         """The number of tokens that each of the job's requests has generated; see the engine."""
@@ -130,7 +134,8 @@ class EnginePort:
         self._tokens += len(output.token_ids) - self._begun.pop(output.request_id, 0)
 
     def step(self) -> list[RequestOutput]:
-        """The outputs of requests that the engine has finished since the last call."""
+        """Return the outputs of requests that the engine has finished since the last call. No step
+        is run here."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -170,8 +175,8 @@ class EnginePort:
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """[R] The tokens that each running request of the job has generated so far."""
         ids = self._engine.running_ids
-        is_own = [isinstance(id, RequestId) and id.job == self.name for id in ids]
-        return self._engine.running_lengths[np.array(is_own, np.bool_)]
+        is_of_job = [isinstance(id, RequestId) and id.job == self.name for id in ids]
+        return self._engine.running_lengths[np.array(is_of_job, np.bool_)]
 
     @property
     def stats(self) -> DataclassInstance:

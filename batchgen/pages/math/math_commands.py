@@ -1,6 +1,10 @@
 """The LaTeX commands that take arguments: a function for each, which the parser of formulas
 (`math_parser.py`) calls after it has read the command's token. Each returns the MathML of the
-command. `mathml.py` passes COMMANDS to the parser."""
+command. `mathml.py` passes COMMANDS to the parser.
+
+For `\\frac{1}{2}` the function of `frac` parses both arguments and returns
+`<mfrac><mn>1</mn><mn>2</mn></mfrac>`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,8 @@ def _left_right(at: FormulaParser) -> str:
 def _environment(at: FormulaParser) -> str:
     """`\\begin{name} … \\end{name}`: a table."""
     name = at.raw()
-    if name in ("array", "alignat", "alignedat") or name.startswith("alignat"):
-        at.raw()
+    if name in ("array", "alignedat") or name.startswith("alignat"):
+        at.raw()  # the columns, as in \begin{array}{cc}
     lines = [at.line(("\\end",))]
     while at.peek() in ("\\\\", "\\cr"):
         at.next()

@@ -50,6 +50,7 @@ def with_scripts(base: str, below: str, above: str) -> str:
     (`movablelimits`), one of the BIG operators such as a sum, or has an element below it or a brace
     above it.
     """
+    # base[4:5] is the operator of a base such as `<mo>∑</mo>`.
     if "movablelimits" in base[:30] or base[4:5] in symbols.BIG or base[:10] == "<munder><m":
         return under_over(base, below, above)
     if base.startswith("<mover") and "⏞" in base[-12:]:

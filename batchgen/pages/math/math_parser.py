@@ -1,5 +1,8 @@
 """Parses LaTeX formulas token by token into MathML, with a limit on nesting. `mathml.py` calls
-`FormulaParser.whole`; a *node* is the HTML of one MathML element."""
+`FormulaParser.whole`; a *node* is the HTML of one MathML element.
+
+`x^2` → `<msup><mi>x</mi><mn>2</mn></msup>`.
+"""
 
 from __future__ import annotations
 
@@ -223,6 +226,7 @@ class FormulaParser:
 
     def line(self, ends: Collection[str]) -> list[str]:
         """Parse the cells of one line of a table."""
+        # Cells end at CELL_ENDS, and the line at any of these but "&".
         cells = ["".join(self.nodes((*CELL_ENDS, *ends)))]
         while self.peek() == "&":
             self._at += 1

@@ -1,5 +1,9 @@
 """Renders a text with Markdown and LaTeX as harmless HTML: without links, images and scripts. The
-entry point is `rich_text`; the report and the viewer use it."""
+entry point is `rich_text`; the report and the viewer use it.
+
+`"so *x* is $1$"` → `<p>so <em>x</em> is <math><mn>1</mn></math></p>`. Formulas, which Markdown must
+not see, are replaced by placeholders before it is parsed, and filled in at the end.
+"""
 
 from __future__ import annotations
 
@@ -206,9 +210,11 @@ def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]
         if "\n" not in inside and "`" not in inside:
             replaced.append((span.start, span.end, SPAN.format(span.name, marked(inside))))
     apart: list[tuple[int, int, Markup]] = []
-    for piece in sorted(replaced, key=lambda piece: piece[:2]):
-        if not apart or piece[0] >= apart[-1][1]:
-            apart.append(piece)
+    last_end = 0
+    for start, end, html in sorted(replaced, key=lambda piece: piece[:2]):
+        if start >= last_end:
+            apart.append((start, end, html))
+            last_end = end
     return apart
 
 

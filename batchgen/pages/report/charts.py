@@ -32,7 +32,8 @@ from batchgen.pages.report.svg import (
 from batchgen.util.shorten import both_ends
 
 _LEAST_BINS, _BINS = 8, 30
-"""The minimum width of a histogram and the maximum number of its bins, both in bins."""
+"""The minimum width of a histogram's axis in bins, so that few bins are not drawn wide, and the
+maximum number of bins."""
 _MOST_COLUMNS = 64
 """The maximum number of columns of `numbers`."""
 LINE = 24
@@ -127,6 +128,7 @@ def bars(
         items.sort(key=lambda item: -item[1])
     items = items[:20]
     total, highest = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
+    # Bars begin behind the labels: 6.8 is the width of a character.
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
     scale = Scale(0, highest, start, WIDTH - 96)
     parts = []
@@ -151,10 +153,12 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     first = low // width * width
     starts = np.arange(first, top + 1, width)
     sums = np.add.reduceat(np.append(lengths.counts, 0), starts)
-    bins = [(s, c) for s, c in zip(starts.tolist(), sums.tolist(), strict=True) if c]
+    bins = [
+        (start, count) for start, count in zip(starts.tolist(), sums.tolist(), strict=True) if count
+    ]
     end = first + max(len(starts), _LEAST_BINS) * width
     frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
-    gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))
+    gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))  # half an SVG unit, in tokens
     parts = frame.draw(name, "answers", whole, whole)
     parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
     quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
@@ -221,7 +225,8 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
     """
     height = min(max(260 / len(layers), 2.0), 14.0)
     width = (WIDTH - LEFT - RIGHT) / counts.shape[1]
-    loads = counts / np.maximum(counts.mean(1, keepdims=True), 1e-9)
+    loads = counts / np.maximum(counts.mean(1, keepdims=True), 1e-9)  # [L, E], 1 is the mean
+    # Levels 0 to 6 stand for an eighth of the mean to eight times the mean.
     levels = np.clip(np.round(np.log2(np.maximum(loads, 1 / 16)) + 3), 0, 6).astype(int)
     parts = []
     for level in range(7):
@@ -248,23 +253,24 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
     """Return charts of tokens per second and of finished answers over time; none for fewer than
-    three points. A point is (seconds, finished answers, generated tokens)."""
-    if len(points) < 3:
+    three points, or if no time passes. A point is (seconds, finished answers, generated tokens)."""
+    if len(points) < 3 or not points[-1][0]:
         return []
     if points[0][0] > 0:
         points = [(0, 0, 0), *points]
+    last_seconds = points[-1][0]
     # Many rows end in one step and their tokens are counted at once, so speeds are averaged over at
     # least a thirtieth of the time.
     thin = [points[0]]
     for point in points:
-        if point[0] - thin[-1][0] >= points[-1][0] / 30:
+        if point[0] - thin[-1][0] >= last_seconds / 30:
             thin.append(point)
     speeds = [
-        (after[0], max(after[2] - before[2], 0) / (after[0] - before[0]))
-        for before, after in pairwise(thin)
+        (seconds, max(tokens - tokens_before, 0) / (seconds - seconds_before))
+        for (seconds_before, _, tokens_before), (seconds, _, tokens) in pairwise(thin)
     ]
-    rows = [(point[0], point[1]) for point in points]
-    charts = [over_time("Answers over time", rows, "answers done")] if rows[-1][0] > 0 else []
+    rows = [(seconds, answers) for seconds, answers, _ in points]
+    charts = [over_time("Answers over time", rows, "answers done")]
     if len(speeds) > 1:
         charts.insert(0, over_time("Speed over time", speeds, "tokens per second"))
     return charts

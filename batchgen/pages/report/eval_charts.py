@@ -31,34 +31,55 @@ from batchgen.util.hidden import visible
 from batchgen.util.text.text_table import COUNT_AS, percent_text, score_value, value_range
 
 
+@dataclass(frozen=True, slots=True)
+class _LengthGroup:
+    """The answers of `first` to `last` tokens that have a mark."""
+
+    first: int
+    last: int
+    count: int  # of these answers
+    length: float  # the mean length in tokens
+    mean: float  # the mean mark
+
+    @property
+    def error(self) -> float:
+        """Two standard errors of the mean; the variance is at least 1 / (4 count), so that equal
+        marks have an error, too."""
+        variance = max(self.mean * (1 - self.mean), 0.25 / self.count)
+        return 2 * float((variance / self.count) ** 0.5)
+
+
 def score_by_length(lengths: Lengths) -> Chart:
     """Return a chart of the mean mark by the length of answers, with two standard errors up and
     down. The answers are in groups of about equal number."""
-    total = np.cumsum(lengths.marked)
-    count = int(min(10, max(total[-1] // 10, 1)))
-    edges = np.searchsorted(total, np.linspace(0, total[-1], count + 1)[1:] - 0.5)
-    groups, start = [], 0
+    total = np.cumsum(lengths.marked)  # answers of at most the index's number of tokens
+    num_groups = int(min(10, max(total[-1] // 10, 1)))
+    # The greatest length of each group.
+    edges = np.searchsorted(total, np.linspace(0, total[-1], num_groups + 1)[1:] - 0.5)
+    groups, start = list[_LengthGroup](), 0
     for edge in np.unique(edges).tolist():
         marked = lengths.marked[start : edge + 1]
-        n, sum_ = int(marked.sum()), float(lengths.marks[start : edge + 1].sum())
-        if n:
-            middle = float(np.average(np.arange(start, edge + 1), weights=marked))
-            groups.append((start, edge, n, middle, sum_ / n))
+        count, marks = int(marked.sum()), float(lengths.marks[start : edge + 1].sum())
+        if count:
+            length = float(np.average(np.arange(start, edge + 1), weights=marked))
+            groups.append(_LengthGroup(start, edge, count, length, marks / count))
         start = edge + 1
-    errors = [2 * (max(mean * (1 - mean), 0.25 / n) / n) ** 0.5 for *_, n, _, mean in groups]
-    highest = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
+    highest = max(group.mean + group.error for group in groups)
     frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, highest])[1]))
     parts = frame.draw("tokens of the answer", "mean mark", y_text=percent)
     rows, line = [], []
-    for (first, last, n, middle, mean), error in zip(groups, errors, strict=True):
-        x = frame.x(middle)
+    for group in groups:
+        mean, error = group.mean, group.error
+        x = frame.x(group.length)
         high, low = frame.y(min(mean + error, 1)), frame.y(max(mean - error, 0))
         parts.append(svg_tag("line", x1=x, x2=x, y1=high, y2=low, class_="whisker"))
         parts.append(svg_tag("circle", cx=x, cy=frame.y(mean), r=4, class_="dot"))
         line.append(f"{x:.1f},{frame.y(mean):.1f}")
-        rows.append((f"{first:,}–{last:,}", f"{n:,}", percent(mean)))
+        rows.append((f"{group.first:,}–{group.last:,}", f"{group.count:,}", percent(mean)))
     parts.append(svg_tag("polyline", points=" ".join(line), class_="line thin"))
-    description = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
+    description = "Score against length: " + ", ".join(
+        f"{tokens} tokens {mark}" for tokens, _, mark in rows
+    )
     note = "Answers in groups of about equal number; the lines are two standard errors."
     header = ("tokens", "answers", "mean mark")
     return Chart("Score against length", note, drawing(parts, description), header, rows)
@@ -107,7 +128,7 @@ def intervals(
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
     values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
     is_share = format_value is percent_text
-    low, high = _range(values) if is_share else (min(values), max(values))
+    low, high = _range(values) if is_share else (min(values, default=0.0), max(values, default=1.0))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
     for share in ticks(low, high, 4):

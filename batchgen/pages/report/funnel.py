@@ -1,5 +1,12 @@
 """The funnel of a pipeline: the number of rows that each step read, made and kept. The pipeline's
-summary and its page use it."""
+summary and its page use it.
+
+```
+step    read  made  dropped  rows  answers  errors  kept  state
+write    100   300       20   380      380       2   378  complete
+judge    378     0        0   378      120       0   120  running
+```
+"""
 
 from __future__ import annotations
 
@@ -81,24 +88,30 @@ class StepCounts:
 
     def cells(self) -> tuple[str, ...]:
         """The line of the table, as texts."""
+        num_made, num_dropped = (
+            sum(count for _, count in changes) if self.left else None
+            for changes in (self.made, self.dropped)
+        )
         numbers = [
             self.read,
-            *(sum(n for _, n in part) if self.left else None for part in (self.made, self.dropped)),
+            num_made,
+            num_dropped,
             self.rows,
             *((self.answers, self.errors, self.kept) if self.is_begun else ()),
         ]
         texts = ["–" if number is None else f"{number:,}" for number in numbers]
-        return (self.name, *texts, *["–"] * (len(HEADER) - 2 - len(texts)), self.state)
+        missing = len(HEADER) - 2 - len(texts)  # cells between the name and the state
+        return (self.name, *texts, *["–"] * missing, self.state)
 
 
 def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
-    """The counts of all steps. `folders` maps step names to the names of their folders in the
-    pipeline's folder."""
+    """Return the counts of all steps. `folders` maps step names to the names of their folders in
+    the pipeline's folder."""
     return [_counts(name, f"{out.rstrip('/')}/{at}", at) for name, at in folders.items()]
 
 
 def funnel_table(steps: Sequence[StepCounts]) -> str:
-    """The counts as lines of text."""
+    """Return the counts as lines of text."""
     lines = columns([HEADER, *(step.cells() for step in steps)])
     for step in steps:
         for verb, changes in (("made", step.made), ("dropped", step.dropped)):
@@ -121,6 +134,7 @@ def costs(steps: Sequence[StepCounts]) -> str | None:
 
 
 def _counts(name: str, folder: str, at: str) -> StepCounts:
+    """Read the counts of the step `name` from its folder, whose last part is `at`."""
     try:
         reader = open_job_reader(folder)
         metrics = reader.metrics

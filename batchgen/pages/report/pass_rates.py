@@ -14,15 +14,19 @@ from batchgen.util.text.text_table import percent_text
 
 COLUMNS = (OUTCOME, NUM_VALID, NUM_SAMPLES)
 MOST_EXHAUSTED = 20
-"""Exhausted rows that are named."""
+"""The maximum number of exhausted rows that are named."""
 _MOST_GROUPS = 100
 _BOUNDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-_ALL = "all"
+"""The bounds of the ranges of shares."""
+_ALL = None
+"""The key of the group of all rows, which the table calls `all`. A subset may have this name."""
 HEADER = ("rows", *("number", *OUTCOMES), "samples", "valid", "pass rate")
 
 
 @dataclass
 class _Group:
+    """The counts of some rows: rows by their outcome, and their samples."""
+
     outcomes: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     valid: int = 0
@@ -39,7 +43,7 @@ class PassRates:
     def __init__(self) -> None:
         self.exhausted: list[str] = []
         self.rates: Counter[str] = Counter()
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str | None, _Group] = {}  # by the value of the subset's column
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -61,26 +65,25 @@ class PassRates:
         valid, samples = (np.asarray(rows[name]) for name in (NUM_VALID, NUM_SAMPLES))
         ids = rows["row_id"].to_pylist()
         groups = rows[subset].to_pylist() if subset in rows.column_names else [None] * len(ids)
-        for row_id, outcome, good, of, group in zip(
+        for row_id, outcome, num_valid, num_samples, group in zip(
             ids, outcomes, valid.tolist(), samples.tolist(), groups, strict=True
         ):
-            names = [_ALL] if group is None else [_ALL, str(group)]
-            for name in names:
+            for name in (_ALL,) if group is None else (_ALL, str(group)):
                 if name in self._groups or len(self._groups) < _MOST_GROUPS:
                     counts = self._groups.setdefault(name, _Group())
                     counts.outcomes[outcome] += 1
-                    counts.samples += of
-                    counts.valid += good
+                    counts.samples += num_samples
+                    counts.valid += num_valid
             if outcome == "exhausted" and len(self.exhausted) < MOST_EXHAUSTED:
-                self.exhausted.append(f"{row_id} ({good:,} of {of:,})")
+                self.exhausted.append(f"{row_id} ({num_valid:,} of {num_samples:,})")
             if outcome != "failed":
-                self.rates[_range(good / of)] += 1
+                self.rates[_range(num_valid / num_samples)] += 1
 
     def table(self) -> list[tuple[str, ...]]:
         """Return a line for all rows, and one for each group, with the columns of HEADER."""
         return [
             (
-                name,
+                "all" if name is _ALL else name,
                 f"{group.outcomes.total():,}",
                 *(f"{group.outcomes[outcome]:,}" for outcome in OUTCOMES),
                 f"{group.samples:,}",
@@ -91,13 +94,13 @@ class PassRates:
         ]
 
     def in_order(self) -> dict[str, int]:
-        """Return `rates` in ascending order of the ranges."""
+        """Return `rates` in ascending order of the ranges, without those that are empty."""
         names = dict.fromkeys([_range(0.0), *map(_range, _BOUNDS[1:])])
         return {name: self.rates[name] for name in names if self.rates[name]}
 
 
 def _range(rate: float) -> str:
-    """Return the name of the range that contains a share."""
+    """Return the name of the range that contains a share: "none" for 0, "10% to 25%" for 0.2."""
     if rate == 0:
         return "none"
     above = max(bound for bound in _BOUNDS if bound < rate)

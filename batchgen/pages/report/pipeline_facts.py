@@ -102,8 +102,8 @@ def _extent(path: Path) -> str:
     """Return the number of rows of a file of JSON lines, or the size of another file, as a text."""
     if path.is_dir():
         return "a folder"
-    known = path.stat().st_size
-    if path.suffix != _JSON_LINES or known > _MOST_COUNTED:
-        return size_text(known)
+    size = path.stat().st_size
+    if path.suffix != _JSON_LINES or size > _MOST_COUNTED:
+        return size_text(size)
     with path.open("rb") as lines:
         return f"{sum(1 for _ in lines):,} rows"

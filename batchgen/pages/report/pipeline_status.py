@@ -15,6 +15,7 @@ from batchgen.storage.folder.worker_status import Status, read_status
 from batchgen.util.errors import ConfigError
 
 _STALE_AFTER = 60.0
+"""Seconds without a heartbeat after which a worker counts as dead, if config.yaml does not say."""
 
 
 def pipeline_counts(out: str) -> list[StepCounts]:

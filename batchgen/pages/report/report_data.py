@@ -29,6 +29,7 @@ Ints = npt.NDArray[np.int64]
 MOST_QUESTIONS = 300
 """The maximum number of questions whose samples are drawn as dots."""
 MOST_SAMPLES = 64
+"""The maximum number of dots of a question."""
 _MOST_LENGTH = 1 << 20  # greater lengths count as this one
 _COLUMNS = (
     *("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"),
@@ -40,9 +41,9 @@ class Lengths:
     """Counts values by length, and sums the marks of those that have one.
 
     Attributes:
-        counts: the number of values of each length.
-        marked: the number of values with a mark, by length.
-        marks: the sum of the marks, by length.
+        counts: [L] the number of values of each length; the index is the length.
+        marked: [L] the number of values with a mark.
+        marks: [L] the sum of the marks.
     """
 
     def __init__(self) -> None:
@@ -51,16 +52,21 @@ class Lengths:
         self.marks: Floats = np.zeros(0)
 
     def add(self, lengths: Ints, marks: Floats | None = None) -> None:
-        """Count values. `marks` is [N], NaN for a value without a mark."""
+        """Count values.
+
+        Args:
+            lengths: [N] their lengths.
+            marks: [N] their marks, NaN for a value without one.
+        """
         if not len(lengths):
             return
         lengths = np.minimum(lengths, _MOST_LENGTH)
         size = max(len(self.counts), int(lengths.max()) + 1)
         self.counts = _sum(self.counts, np.bincount(lengths, minlength=size))
         if marks is not None:
-            there = np.isfinite(marks)
-            self.marked = _sum(self.marked, np.bincount(lengths[there], minlength=size))
-            sums = np.bincount(lengths[there], marks[there], minlength=size)
+            has_mark = np.isfinite(marks)
+            self.marked = _sum(self.marked, np.bincount(lengths[has_mark], minlength=size))
+            sums = np.bincount(lengths[has_mark], marks[has_mark], minlength=size)
             self.marks = np.pad(self.marks, (0, size - len(self.marks))) + sums
 
     def quantile(self, share: float) -> int:
@@ -79,6 +85,7 @@ class Lengths:
 
 
 def _sum(old: Ints, new: Ints) -> Ints:
+    """Return the sum of two arrays, of which `old` may be shorter."""
     return np.pad(old, (0, len(new) - len(old))) + new
 
 
@@ -95,6 +102,7 @@ class Lowest:
         self._values: Floats = np.empty(0)
 
     def add(self, keys: Keys, values: Floats) -> None:
+        """Add rows by their keys [N] and values [N]."""
         self.seen += len(keys)
         keys, values = np.append(self._keys, keys), np.append(self._values, values)
         best = np.lexsort((keys, values))[: self.size]
@@ -131,7 +139,18 @@ class Question:
 
 @dataclass
 class Collected:
-    """The result of the pass."""
+    """The result of the pass over the rows (answers) of a job.
+
+    Attributes:
+        rows: the number of rows.
+        reasons, errors, grade_errors, constraint: the number of rows by finish reason, type of
+            error, type of grading error and outcome of the constraint.
+        prompt, output: the lengths of prompts and answers in tokens.
+        num_questions: the number of rows of the data set.
+        disagreeing: how many of these have samples with different marks.
+        until: the outcomes of `sampling.until`.
+        classes: the scores of a classifier.
+    """
 
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -189,21 +208,21 @@ class _Pass:
 
     def __init__(self, cut_texts: CutTexts, subset: str | None) -> None:
         self._cut_texts, self._subset = cut_texts, subset
-        self._found = Collected(picked={name: Lowest(size) for name, size in _PICKS.items()})
+        self._collected = Collected(picked={name: Lowest(size) for name, size in _PICKS.items()})
         self._limit = 1.0
         """Questions whose chance is above are not kept."""
 
     def add(self, table: pa.Table) -> None:
-        data, keys = self._found, row_keys(table)
+        data, keys = self._collected, row_keys(table)
         data.rows += table.num_rows
-        draw = chance(keys)
+        draw = chance(keys)  # rows are chosen at random, and equally in every report
         lengths = _ints(table["num_generated_tokens"])
         failed = table["error"].is_valid().to_numpy()
         cut = pc.equal(table["finish_reason"], "length").to_numpy()
         self._count(table, failed)
         data.classes.add(table)
         self._pick("random", keys, draw, np.ones(len(keys), np.bool_))
-        self._pick("longest", keys, draw - lengths, ~failed)
+        self._pick("longest", keys, draw - lengths, ~failed)  # the lowest is the longest
         self._pick("error", keys, draw, failed)
         self._pick("cut", keys, draw, cut)
         if "constraint_satisfied" in table.column_names:
@@ -224,11 +243,11 @@ class _Pass:
 
     def _count(self, table: pa.Table, failed: npt.NDArray[np.bool_]) -> None:
         for item in pc.value_counts(table["finish_reason"]).to_pylist():
-            self._found.reasons[item["values"]] += item["counts"]
+            self._collected.reasons[item["values"]] += item["counts"]
         if failed.any():
             for error in table["error"].filter(pa.array(failed)).to_pylist():
-                self._found.errors[error["type"]] += 1
-                self._found.messages.setdefault(error["type"], error["message"])
+                self._collected.errors[error["type"]] += 1
+                self._collected.messages.setdefault(error["type"], error["message"])
 
     def _graded(
         self, table: pa.Table, keys: Keys, draw: Floats, failed: npt.NDArray[np.bool_]
@@ -239,7 +258,7 @@ class _Pass:
             errors = table[GRADE_ERROR].is_valid().to_numpy()
             self._pick("not graded", keys, draw, errors)
             for error in table[GRADE_ERROR].filter(pa.array(errors)).to_pylist():
-                self._found.grade_errors[error["type"]] += 1
+                self._collected.grade_errors[error["type"]] += 1
         if MARK not in names:
             return None
         marks: Floats = table[MARK].to_numpy().astype(np.float64)
@@ -254,14 +273,16 @@ class _Pass:
     def _questions(self, table: pa.Table, keys: Keys, marks: Floats) -> None:
         """Keep a random selection of questions, and pick samples of those whose samples
         disagree."""
-        data = self._found
+        data = self._collected
         begin = starts(table)
         ends = np.append(begin[1:], len(keys))
         data.num_questions += len(begin)
         low = np.minimum.reduceat(np.where(np.isfinite(marks), marks, np.inf), begin)
         high = np.maximum.reduceat(np.where(np.isfinite(marks), marks, -np.inf), begin)
         data.disagreeing += int((low < high).sum())
-        draw = chance(keys >> 31 << 31)  # the same for all samples of a question
+        # The lower 31 bits of a key are the number of the sample: without them the key, and so the
+        # chance, is the same for all samples of a question.
+        draw = chance(keys >> 31 << 31)
         self._pick("disagreeing", keys, draw, np.repeat(low < high, ends - begin))
         ids = table["row_id"]
         for index in np.flatnonzero(draw[begin] < self._limit):
@@ -273,21 +294,22 @@ class _Pass:
 
     def _thin(self) -> None:
         """Reduce the questions to MOST_QUESTIONS, at random."""
-        questions = self._found.questions
+        questions = self._collected.questions
         if len(questions) <= MOST_QUESTIONS:
             return
         draws = chance(np.array([q.keys[0] >> 31 << 31 for q in questions]))
         self._limit = float(np.partition(draws, MOST_QUESTIONS - 1)[MOST_QUESTIONS - 1])
         kept = draws <= self._limit
-        self._found.questions = [q for q, keep in zip(questions, kept, strict=True) if keep]
+        self._collected.questions = [q for q, keep in zip(questions, kept, strict=True) if keep]
 
     def _pick(self, reason: str, keys: Keys, values: Floats, which: npt.NDArray[np.bool_]) -> None:
+        """Choose among the rows `which`, for a reason, those with the lowest values."""
         if which.any():
-            self._found.picked[reason].add(keys[which], values[which])
+            self._collected.picked[reason].add(keys[which], values[which])
 
     def finished(self) -> Collected:
         self._thin()
-        return self._found
+        return self._collected
 
 
 def _ints(values: Any) -> Ints:

@@ -18,6 +18,7 @@ from batchgen.util.text.text_table import counted
 _HEIGHT, _BELOW, _BESIDE = 48.0, 30.0, 12.0
 """The height of a box, and the space below it and beside it, in SVG units."""
 _MOST_WIDTH = 200.0
+"""The maximum width of a box, in SVG units."""
 _CHARACTER = 6.9
 """The width of a character in SVG units, at most."""
 

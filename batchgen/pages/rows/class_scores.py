@@ -25,6 +25,7 @@ class ClassScores:
     def __init__(self) -> None:
         self.labels: list[str] = []
         self.rows = 0
+        # By class: in how many rows it has the highest score; sum, minimum and maximum of scores.
         self._best: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._sums = self._low = self._high = np.zeros(0)
 

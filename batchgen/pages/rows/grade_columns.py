@@ -45,17 +45,19 @@ class ShardGrades:
         self._job = JobGrades(job)
         self._lock = Lock()  # pages are made in several threads
         self._parts: dict[tuple[int, ...], _Part] = {}
-        self._fields: tuple[int, list[pa.Field]] = (0, [])
+        self._fields: list[pa.Field] = []
+        self._fields_read_at = 0  # the time of the folder of grades then, in nanoseconds
 
     def fields(self) -> list[pa.Field]:
         """Return the columns of the grades, with PREFIX; empty without grades."""
         path = self._job.path
         changed = path.stat().st_mtime_ns if path.is_dir() else 0
-        if changed != self._fields[0]:
+        if changed != self._fields_read_at:
             schema = self._job.schema()
             fields = [] if schema is None else [f for f in schema if f.name not in ROW_KEYS]
-            self._fields = changed, [f.with_name(PREFIX + f.name) for f in fields]
-        return self._fields[1]
+            self._fields = [f.with_name(PREFIX + f.name) for f in fields]
+            self._fields_read_at = changed
+        return self._fields
 
     def of(
         self, shard: int, keys: npt.NDArray[np.int64], columns: Sequence[str], *, is_open: bool
@@ -74,7 +76,7 @@ class ShardGrades:
         known: Collection[str] = ()
         if part is not None:
             at = np.searchsorted(part.keys, keys)
-            at[at == len(part.keys)] = 0
+            at[at == len(part.keys)] = 0  # any index: the mask below makes such rows null
             grades = part.table.take(pa.array(at, mask=part.keys[at] != keys))
             known = grades.column_names
         # While a job is graded by other steps, only some shards have the new columns.
@@ -92,13 +94,16 @@ class ShardGrades:
             stats = rows.stat(), path.stat()
         except FileNotFoundError:
             return None
+        # The cache's key: the shard, and the times and sizes of both files.
         stamps = (shard, *(n for stat in stats for n in (stat.st_mtime_ns, stat.st_size)))
         cached = self._parts.get(stamps)
         if cached is not None and cached.table.column_names == list(columns):
             return cached
         # Grades that are newer than their shard were made of it. Otherwise the folder may just have
         # been copied, so the digest that the grades record is compared.
-        if stats[0].st_mtime_ns > stats[1].st_mtime_ns and not self._job.part(shard).is_of_shard:
+        rows_stat, grades_stat = stats
+        is_older = rows_stat.st_mtime_ns > grades_stat.st_mtime_ns
+        if is_older and not self._job.part(shard).is_of_shard:
             return None
         with CheckedFile(path) as file:
             columns_present = [name for name in columns if name in file.schema.names]

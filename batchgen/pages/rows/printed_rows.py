@@ -166,7 +166,7 @@ class RowPrinter:
         columns = RowColumns(self._reader.config, self._schema)
         thoughts = [] if columns.reasoning is None else [columns.reasoning]
         images = [] if columns.images is None else [columns.images]
-        prompt_columns = columns.asked
+        prompt_columns = columns.prompt_columns
         return [*prompt_columns, *images, *thoughts, self._reader.text_column, "error"]
 
 

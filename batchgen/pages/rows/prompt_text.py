@@ -1,4 +1,8 @@
-"""Reconstructs the prompt of a row from what the job's folder has stored."""
+"""Reconstructs the prompt of a row from what the job's folder has stored.
+
+`PromptText.parts` returns it in parts, such as `[("system", "Be brief."), ("user", "1+1?")]`.
+`RowPage` shows them.
+"""
 
 from __future__ import annotations
 

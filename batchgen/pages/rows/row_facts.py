@@ -56,7 +56,7 @@ class RowColumns:
     Attributes:
         text: the column of the generated text.
         inputs: the columns that come from the data set.
-        asked: the columns of the data set that the prompt uses; all if no use is known.
+        prompt_columns: the columns of the data set that the prompt uses; all if no use is known.
         images: the column of the prompt's images, or None.
         reasoning: the column of reasoning, or None.
         counts: the other columns of batchgen, such as numbers of tokens.
@@ -69,7 +69,7 @@ class RowColumns:
         kinds = {field.name: (field.metadata or {}) for field in schema}
         self.inputs = [name for name, meta in kinds.items() if meta.get(b"meaning") == AS_GIVEN]
         used = used_columns(config.get("prompt") or {})
-        self.asked = [name for name in used if name in kinds] or self.inputs
+        self.prompt_columns = [name for name in used if name in kinds] or self.inputs
         has_images = PROMPT_IMAGES in kinds and PROMPT_IMAGES not in self.inputs
         self.images = PROMPT_IMAGES if has_images else None
         # A column of this name may come from the data set.

@@ -9,6 +9,9 @@ The header names a role, a recipient (`to=`, for a tool call), a channel and the
 of which all but the message itself may be missing. The channel is `analysis` (reasoning),
 `commentary` (tool calls, and remarks) or `final` (the answer). `<|end|>`, `<|return|>` or
 `<|call|>` ends a message. The prompt usually ends after `<|start|>assistant`.
+
+`HarmonyChannels.split` is the entry point: it cuts the tokens of an output into messages
+(`Messages`), and returns the text of the channel `final` and the other texts as columns.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
 HEADER = "header"
 """The channel of a row that was cut before a message began."""
 _BLANK_LINE = "\n\n"
+# The parts of a header, each with the white space around it.
 _ROLE = re.compile(r"\s*(assistant|user|system|developer|tool|functions\.\S+)?\s*")
 _TO = re.compile(r"\s*to=(\S+)\s*")
 _KIND = re.compile(r"\s*(json|code)?\s*")
@@ -102,11 +106,12 @@ class Messages:
     def __init__(self, tokens: HarmonyTokens, prompt: Sequence[int] = ()) -> None:
         """Begin after a prompt. If its last message has not ended, the output continues it. Only
         its header is kept, because the text of a prompt is no output."""
-        self._tokens, self._format = tokens, tokens.all
+        self._tokens, self._format = tokens, tokens.all  # the ids of all tokens of the format
         self.ended: list[Message] = []
         self.open = Message(has_role=False)
         if tokens.start in prompt:
-            self.read(prompt[len(prompt) - 1 - prompt[::-1].index(tokens.start) :])
+            last_start = len(prompt) - 1 - prompt[::-1].index(tokens.start)
+            self.read(prompt[last_start:])
             self.ended = []
             if self.open.content is not None:
                 self.open.content = []
@@ -129,7 +134,7 @@ class Messages:
             if current.content is None and current.kind is None:
                 current.kind = []
         elif id == tokens.channel:
-            if current.last is not current.role:
+            if current.last is not current.role:  # a second channel begins another message
                 self._end(end=None)
             self.open.channel = []
         else:
@@ -243,7 +248,8 @@ class HarmonyChannels:
             named, content_start = _addressed(content_start)
             tool = tool or named
         if message.kind is not None:
-            content_start += _headed(_KIND, self._decoded(message.kind))[1]
+            _, after_kind = _headed(_KIND, self._decoded(message.kind))
+            content_start += after_kind
         text = self._decoded(message.content) if message.content is not None else content_start
         is_call = message.end == self._tokens.call or (tool is not None and channel != FINAL)
         parts = []
@@ -310,7 +316,7 @@ def _texts(parts: Sequence[_Part], channel: str | None) -> list[str]:
 
 
 def _joined(texts: Sequence[str]) -> str | None:
-    """Texts with a blank line between them; None if there is none."""
+    """Return texts with a blank line between them; None if there are none."""
     return _BLANK_LINE.join(filter(None, texts)) if texts else None
 
 

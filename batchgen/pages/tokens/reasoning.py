@@ -1,4 +1,7 @@
-"""Separates the reasoning of a model from its answer, at a marker such as `</think>`."""
+"""Separates the reasoning of a model from its answer, at a marker such as `</think>`:
+`"<think>1+1 is 2</think>2"` → reasoning `"1+1 is 2"`, answer `"2"`. A job calls
+`ReasoningMarkers.split` for each output.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +108,7 @@ class ReasoningMarkers:
         return prompt.rfind(self._start) > prompt.rfind(self._end)
 
     def _without_start(self, thoughts: str) -> str:
+        """Return thoughts without the start marker, if they begin with it."""
         start = "" if self._start is None else self._start.decode()
         bare = thoughts.lstrip()
         return bare[len(start) :] if start and bare.startswith(start) else thoughts

@@ -68,8 +68,7 @@ class SideBySide:
     Attributes:
         columns: the row in each job.
         prompt: the prompt, if it is the same in two jobs. Otherwise it is empty, and each column
-        has
-            its own prompt.
+            has its own prompt.
         difference: how the texts of two jobs differ; None if not both have a text.
     """
 

@@ -1,5 +1,5 @@
 """Finds the rows for which two jobs gave answers of different quality, for the viewer's comparison
-page.
+page. Such rows are *flipped*: of two jobs A and B, B answers the question worse or better than A.
 
 Two jobs are the same *exam* if they were asked the same questions and marked in the same way; only
 then do their scores compare.

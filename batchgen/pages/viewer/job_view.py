@@ -105,7 +105,7 @@ class JobView:
     def prompt_columns(self) -> list[str]:
         """The columns that the prompt uses; all input columns if it names none."""
         schema = self.rows.row_schema
-        return [] if schema is None else RowColumns(self.config, schema).asked
+        return [] if schema is None else RowColumns(self.config, schema).prompt_columns
 
     def columns(self, *, per_token: bool) -> list[str]:
         """The names of the columns of the rows and of their grades.

@@ -81,7 +81,7 @@ def jobs_below(folder: Path) -> Below:
     below, walk = Below(), _Walk()
     for entry in walk.entries(folder, below):
         before = len(below.jobs)
-        _look(Path(entry), entry.name, DEEPEST, walk, below)
+        _search(Path(entry), entry.name, DEEPEST, walk, below)
         if len(below.jobs) == before:
             below.empty.append(entry.name)
     below.links.sort()
@@ -123,13 +123,13 @@ class _Walk:
             yield entry
 
 
-def _look(folder: Path, name: str, depth: int, walk: _Walk, below: Below) -> None:
+def _search(folder: Path, name: str, depth: int, walk: _Walk, below: Below) -> None:
     """Add the job in a folder; if the folder has none, search its subfolders."""
     if os.path.lexists(folder / "manifest.json"):
         below.jobs.append(_job(folder, name))
     elif depth > 1:
         for entry in walk.entries(folder, below, f"{name}/"):
-            _look(Path(entry), f"{name}/{entry.name}", depth - 1, walk, below)
+            _search(Path(entry), f"{name}/{entry.name}", depth - 1, walk, below)
 
 
 def _job(folder: Path, name: str) -> JobBelow:

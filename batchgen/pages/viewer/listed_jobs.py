@@ -26,7 +26,7 @@ _KEYS: Mapping[str, Callable[[JobBelow], Any]] = {
     "answers": lambda job: job.rows,
     "score": lambda job: job.score,
 }
-_FALLING = ("begun", *NUMBERS)
+_DESCENDING = ("begun", *NUMBERS)
 """The columns that are sorted in descending order: latest or largest first."""
 
 
@@ -82,7 +82,7 @@ def listed_jobs(jobs: Sequence[JobBelow], query: Mapping[str, str]) -> Listed:
     if sort:
         key = _KEYS[sort]
         with_value = [job for job in chosen if key(job) is not None]
-        with_value.sort(key=key, reverse=sort in _FALLING)
+        with_value.sort(key=key, reverse=sort in _DESCENDING)
         groups = [JobGroup("", [*with_value, *(job for job in chosen if key(job) is None)])]
     else:
         groups = [_group(name, list(some)) for name, some in groupby(chosen, lambda j: j.folder)]

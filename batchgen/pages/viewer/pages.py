@@ -150,6 +150,7 @@ class Site:
         at = rows.index(index) + (-1 if back else 1)
         if not 0 <= at < len(rows):
             raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
+        # The shown row begins with the sample by which it is listed.
         kept, number = _without(query, "n", "to", "flip", "sample_a"), entries[at].samples[0]
         return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 

@@ -146,6 +146,7 @@ class ShardWriter:
             self._writer = pq.ParquetWriter(
                 path, self._schema, compression="zstd", write_page_checksum=True
             )
+        # The empty table makes a table of the right columns if no rows are waiting.
         table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
         self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self._waiting = []

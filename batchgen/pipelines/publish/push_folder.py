@@ -73,6 +73,7 @@ class FolderPush:
             )
         self._folder, self._repo, self._say, self._sleep = folder, repo, say, sleep
         self._api: HfApi = HfApi(library_name="batchgen")
+        # File → ((time of change, size), digest).
         self._known: dict[Path, tuple[tuple[int, int], str]] = {}
         self.pushed = self.commits = 0
         self._patiently(lambda: self._create(private))

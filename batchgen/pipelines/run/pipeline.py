@@ -25,8 +25,8 @@ from batchgen.pipelines.run.pipeline_values import (
     MOST_ERRORS,
     PUSH,
     STEPS,
-    GivenStep,
     PipelineValues,
+    StepValues,
 )
 from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
 from batchgen.util.errors import ConfigError
@@ -193,7 +193,7 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _composed(
-    source: GivenStep, pipeline: PipelineValues, out: str, trust: Trust, folders: Sequence[Path]
+    source: StepValues, pipeline: PipelineValues, out: str, trust: Trust, folders: Sequence[Path]
 ) -> PipelineStep:
     """Compose and check the job of one step."""
     for parent in source.parents:

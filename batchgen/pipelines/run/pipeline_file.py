@@ -32,8 +32,8 @@ from batchgen.pipelines.run.pipeline_values import (
     KEYS,
     PIPELINE,
     STEPS,
-    GivenStep,
     PipelineValues,
+    StepValues,
     add_override,
 )
 from batchgen.storage.folder.pipeline_record import STEP_NAME
@@ -167,7 +167,7 @@ def _step(
     common: Mapping[str, Any],
     locations: Mapping[str, str],
     panel: Panel | None = None,
-) -> GivenStep:
+) -> StepValues:
     """Return the values of a step, including the defaults that it does not replace.
 
     Args:
@@ -205,7 +205,7 @@ def _step(
         key: location for key, location in locations.items() if not key.startswith(f"{STEPS}.")
     }
     of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
-    return GivenStep(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
+    return StepValues(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
 
 
 def _with_judge(

@@ -28,7 +28,7 @@ _STEP_KEY = re.compile(r"(\+\+|\+|~|)([\w-]+)\.(.+)", re.DOTALL)
 
 
 @dataclass
-class GivenStep:
+class StepValues:
     """The values of one step.
 
     Attributes:
@@ -60,7 +60,7 @@ class PipelineValues:
         panels: a step with several judges → the names of the steps that replace it.
     """
 
-    steps: dict[str, GivenStep]
+    steps: dict[str, StepValues]
     out: str
     keys: dict[str, Any]
     locations: Mapping[str, str]
@@ -108,7 +108,7 @@ def _add_to_steps(pipeline: PipelineValues, name: str, argument: str) -> None:
         _add_to_step(pipeline.steps[step_name], argument)
 
 
-def _add_to_step(step: GivenStep, argument: str) -> None:
+def _add_to_step(step: StepValues, argument: str) -> None:
     match = _STEP_KEY.fullmatch(argument)
     if match is None:
         raise ConfigError(

@@ -39,6 +39,8 @@ class ReadShard:
         Row groups that end before `first_row`, a `row_index`, are not read.
         """
         first_needed = first_key(first_row)
+        # `start` is the first journaled row that was not yielded yet. Each published batch is
+        # merged with the journaled rows up to its last row; the rest follows after the last batch.
         start, end = int(np.searchsorted(self._written.keys, first_needed)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]
         if self._published is not None:

@@ -59,7 +59,8 @@ class Totals:
             samples that are `valid`; empty without `sampling.until`. Input rows get an outcome when
             their shard is published. While a job runs, only those of shards from earlier attempts
             are counted; a complete job counts all of its shards again.
-        cut_in: channel → the number of rows that ended in it by `length`; empty without channels.
+        cut_in: channel → the number of rows that ended in it by `length`. Channels are the parts of
+            an answer, such as its reasoning and its final text; empty without channels.
     """
 
     rows: int = 0

@@ -54,7 +54,8 @@ _OF_CHANNELS = {
     "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
     "length, constraint_conflict or error",
 }
-"""The meanings of columns in jobs whose answers have channels."""
+"""The meanings of columns in jobs whose answers have channels: parts such as the reasoning and the
+final text."""
 REASONING, CHANNEL = "reasoning", "channel"
 """Names of columns in `SplitOutput.columns`."""
 SATISFIED = "constraint_satisfied"

@@ -73,7 +73,7 @@ class OutputWriter:
             num_rows: the rows of the data set; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
             worker: the number of this worker; None for the next free one.
-            older: the state that the session's first worker found; None for that worker.
+            older: the state that the first of the workers that run now found; None for that one.
             publish: gives shards their names; None renames files.
 
         Raises:

@@ -59,7 +59,14 @@ class Publisher:
         publish: Publish | None,
         storage: Storage,
     ) -> None:
-        """Create a publisher; `publish` gives shards their names, and None renames files."""
+        """Create a publisher.
+
+        Args:
+            data, journal: the folders of shards and of journal files.
+            retry_round: the shards whose error rows are being computed again.
+            worker: the number of this worker.
+            publish: gives shards their names; None renames files.
+        """
         self.exact = True
         self.by_schedule: Collection[str] = ()
         self._data = data

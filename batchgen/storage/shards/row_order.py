@@ -37,11 +37,14 @@ class RowsInOrder:
         lengths = np.array([batch.num_rows for batch in batches], np.int64)
         keys = np.concatenate([np.empty(0, np.int64), *map(row_keys, batches)])
         order = np.argsort(keys, kind="stable")
+        # Of equal keys the last one counts. Without rows the appended True is cut off again.
         is_last = np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]
-        order = order[is_last]
-        self.keys = keys[order]
-        self._batch_of = np.repeat(np.arange(len(batches)), lengths)[order]
-        self._row_of = order - (np.cumsum(lengths) - lengths)[self._batch_of]
+        # For each row its index among the rows of all batches, its batch, and its index in that.
+        self._order = order[is_last]
+        self.keys = keys[self._order]
+        self._batch_of = np.repeat(np.arange(len(batches)), lengths)[self._order]
+        starts = np.cumsum(lengths) - lengths
+        self._row_of = self._order - starts[self._batch_of]
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """[R] A column of integers, with 0 for null."""
@@ -49,9 +52,7 @@ class RowsInOrder:
             return np.empty(0, np.int64)
         column = pa.chunked_array([batch.column(name) for batch in self._batches])
         values = np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
-        lengths = np.array([batch.num_rows for batch in self._batches])
-        index = (np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of
-        ordered: npt.NDArray[np.int64] = values[index]
+        ordered: npt.NDArray[np.int64] = values[self._order]
         return ordered
 
     def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
@@ -60,6 +61,7 @@ class RowsInOrder:
         `rows` [K], with K ≥ 1, are indices into `keys`. Batches without any of these rows are not
         read.
         """
+        # The batches that have these rows, and for each row the index of its batch among them.
         used, local = np.unique(self._batch_of[rows], return_inverse=True)
         batches = [self._batches[i] for i in used]
         if columns is not None:

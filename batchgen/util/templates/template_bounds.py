@@ -26,7 +26,7 @@ _MOST_BITS = 100_000
 """The longest integer that a template may compute."""
 _MOST_SLOW = 100_000
 """The most characters for operations whose time is quadratic in them."""
-_ITEM = 16
+_ITEM = 16  # characters that each item of a list or mapping counts as
 SMALL = 64
 """Shorter texts are not counted one by one; each iteration of a loop counts them in advance."""
 _MANY = (list, tuple, Set, deque, ValuesView)
@@ -114,7 +114,7 @@ def printed_size(value: Any) -> int:
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, int):
-            total += item.bit_length() // 3
+            total += item.bit_length() // 3  # a decimal digit holds more than 3 bits
         elif isinstance(item, Namespace):
             stack.append(item._Namespace__attrs)
         elif isinstance(item, Mapping):
@@ -222,7 +222,7 @@ def before_method(owner: Any, name: str, arguments: list[Any]) -> None:
             longest = max((len(v) for v in table.values() if isinstance(v, str)), default=1)
             spend(len(owner) * longest)
         case "expandtabs":
-            spend(len(owner) * (number + 1) if number > 8 else 8 * len(owner))
+            spend(len(owner) * (number + 1) if number > 8 else 8 * len(owner))  # 8: the default
         case "split" | "rsplit" | "splitlines":
             marks = [item for item in arguments if isinstance(item, str | bytes) and item]
             pieces = _times(owner, marks[0]) if marks else len(owner) // 2
@@ -276,7 +276,7 @@ def before_filter(name: str, value: Any, arguments: list[Any]) -> None:
         case "tojson":
             spend(printed_size(value) * (1 + number // _ITEM))
         case "round":
-            check_bits(4 * number)
+            check_bits(4 * number)  # it computes a power of 10, which has less than 4 bits a digit
         case "sum":
             spend(printed_size(value) * (1 if _of_numbers(value) else _count(value)))
         case "batch" | "slice" | "center":

@@ -10,6 +10,7 @@ from batchgen.util.hidden import visible
 from batchgen.util.shorten import both_ends
 
 Line = tuple[str, str]
+"""The name and the value in a line of a table."""
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
 """Value of `score.cut_texts` → what it means for truncated texts, in words."""
 _NAME = 32

@@ -101,7 +101,7 @@ class _Lowering:
         self.marks = self.steps = 0
 
     def run(self) -> dict[str, Any]:
-        self.names["#"] = "#"
+        self.names["#"] = "#"  # references to the whole document stay as they are
         lowered = self.schema(self.root, self.base, ("#",))
         self.refuse_endless(lowered)
         return lowered | {"$defs": self.definitions} if self.definitions else lowered

@@ -274,14 +274,14 @@ class Experts(nn.Module):
 
     def add_to(
         self,
-        residual: Tensor,
+        residual: Tensor | None,
         x: Tensor | RoundedRows,
         ids: Tensor,
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
         adapter_slots: Tensor | None = None,
     ) -> Stream:
-        """Add the sum of `forward` to `residual` in place, and return the new residual stream. If
+        """Add the sum of `forward` to `residual` in place, or to zeros, and return the stream. If
         the next layer's norm can add up the experts' results in its own kernel, they are returned
         unsummed (`PendingParts`). Needs all experts on this rank."""
         parts = None
@@ -289,9 +289,10 @@ class Experts(nn.Module):
             epilogues = self.epilogues(ids, adapter_slots)
             parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, epilogues)
         if parts is not None:
-            return PendingParts(residual, parts, shared and shared())
-        self(x, ids, weights, residual, shared, adapter_slots)
-        return residual
+            start = parts.dtype if residual is None else residual
+            return PendingParts(start, parts, shared and shared())
+        result: Tensor = self(x, ids, weights, residual, shared, adapter_slots)
+        return result
 
     def _weights(self, x: Tensor | RoundedRows) -> ExpertWeights:
         """Return the weights of both products in their format, for these tokens."""
@@ -318,12 +319,12 @@ class Experts(nn.Module):
             FourBitPanels(self.down_proj, down_scales, down_layout),
         )
 
-    def scratch_bytes(self, slots: int) -> int:
-        """Return the bytes of the weights that are dequantised at once in a forward of `slots`
+    def scratch_bytes(self, pairs: int) -> int:
+        """Return the bytes of the weights that are dequantised at once in a forward of this many
         pairs of a token and one of its experts; 0 if none are, because kernels read 4-bit
         weights for so few pairs."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
-        if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
+        if self._layouts is None or four_bit_tiles(pairs, self._num_experts, self._layouts[1]):
             return 0
         return experts * rows * columns * torch.bfloat16.itemsize
 

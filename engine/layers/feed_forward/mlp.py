@@ -67,8 +67,9 @@ class GatedMLP(nn.Module):
         """The only module that reads the hidden states."""
         return self.gate_up_proj
 
-    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for x [T, hidden_size] to `residual` in place and return it."""
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor | None, ctx: ForwardContext) -> Stream:
+        """Add the result for x [T, hidden_size] to `residual` in place, or to zeros, and return
+        it."""
         return self.down_proj.add_to(residual, self.activated(x))
 
     def compute(self, x: Tensor | FP8Rows) -> Tensor:
@@ -127,8 +128,9 @@ class PlainMLP(nn.Module):
         """The only module that reads the hidden states."""
         return self.in_proj
 
-    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for x [T, hidden_size] to `residual` in place and return it."""
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor | None, ctx: ForwardContext) -> Stream:
+        """Add the result for x [T, hidden_size] to `residual` in place, or to zeros, and return
+        it."""
         return self.down_proj.add_to(residual, self._activated(x))
 
     def compute(self, x: Tensor | FP8Rows) -> Tensor:

@@ -169,12 +169,12 @@ class SparseMoE(nn.Module):
     def forward(
         self,
         tokens: Tensor | RoundedRows,
-        residual: Tensor,
+        residual: Tensor | None,
         ctx: ForwardContext,
         router_input: Tensor | None = None,
     ) -> Stream:
-        """Add the result for tokens [T, hidden_size] to `residual` in place, and return it. The
-        router reads `router_input` [T, hidden_size] if given, else the tokens."""
+        """Add the result for tokens [T, hidden_size] to `residual` in place, or to zeros, and
+        return it. The router reads `router_input` [T, hidden_size] if given, else the tokens."""
         x, gate = plain_rows(tokens), self.gate
         logits, shared = self._begin(tokens, x if router_input is None else router_input)
         ids, weights = route(

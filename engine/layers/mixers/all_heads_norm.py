@@ -36,7 +36,7 @@ class AllHeadsNorm(nn.Module):
         where: Placement,
     ) -> None:
         super().__init__()
-        first, last = where.parallel.kv_heads(num_heads)
+        first, last = where.parallel.kv_heads(num_heads)  # this rank's heads, of queries or of keys
         self.eps, self.size, self.parallel = eps, num_heads * head_dim, where.parallel
         self._order, self._shard = order, None
         if where.parallel.size > 1:

@@ -181,14 +181,14 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor | FP8Rows,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
         """Return residual + attention(hidden) as `Mixer` describes, written over the residual."""
         if cos_sin is None:  # the layer has no rotary embedding
-            cos_sin = torch.empty((len(ctx.kv_slots), 0), device=residual.device)
+            cos_sin = torch.empty((len(ctx.kv_slots), 0), device=ctx.kv_slots.device)
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
         q_weight: Tensor | None = None
@@ -216,7 +216,7 @@ class Attention(nn.Module):
         )
         attention = ctx.attention
         if outputs is not None:
-            q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
+            q, residual, attention = q[outputs.index], outputs.rows(residual), outputs.attention
             gate = gate[outputs.index]
         if self._query_scales is not None:
             positions = torch.cat([part.positions for part in attention])

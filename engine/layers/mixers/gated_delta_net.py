@@ -90,7 +90,7 @@ class GatedDeltaNet(Recurrence):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
@@ -104,7 +104,8 @@ class GatedDeltaNet(Recurrence):
         )
         out = self.mix(mixed, a, b, ctx)
         if outputs is not None:
-            out, gate, residual = (x[outputs.index] for x in (out, gate, residual))
+            out, gate = (x[outputs.index] for x in (out, gate))
+            residual = outputs.rows(residual)
         normed = gated_rms_norm(out, gate, self.norm_weight, self.eps)
         return self.out_proj.add_to(residual, normed)
 

@@ -129,7 +129,7 @@ class Mamba2(Recurrence):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
@@ -145,7 +145,8 @@ class Mamba2(Recurrence):
         )
         out = self.mix(mixed, dt, None, ctx)
         if outputs is not None:
-            out, gate, residual = (x[outputs.index] for x in (out, gate, residual))
+            out, gate = (x[outputs.index] for x in (out, gate))
+            residual = outputs.rows(residual)
         return self.out_proj.add_to(residual, self._normed(out, gate))
 
     def _normed(self, out: Tensor, gate: Tensor) -> Tensor:

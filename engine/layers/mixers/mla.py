@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor | FP8Rows,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
         )
         attention = ctx.attention
         if outputs is not None:
-            q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
+            q, residual, attention = q[outputs.index], outputs.rows(residual), outputs.attention
         attended = latent_attention(
             q, plane, self.kv_b_proj, self.shape.rotated_size, attention, self.scale, scales
         )

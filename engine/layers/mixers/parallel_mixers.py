@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
@@ -28,16 +27,17 @@ class ParallelMixers(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
         """Return residual + both parts, as `Mixer` says."""
-        stream = residual if outputs is None else residual[outputs.index]
+        stream = residual if outputs is None else outputs.rows(residual)
         for mixer, factor in zip((self.self_attn, self.mamba), self._factors, strict=True):
-            zeros = torch.zeros_like(residual)
-            stream = stream.add(summed(mixer(hidden, zeros, cos_sin, ctx, outputs)), alpha=factor)
+            result = summed(mixer(hidden, None, cos_sin, ctx, outputs))
+            stream = result.mul_(factor) if stream is None else stream.add(result, alpha=factor)
+        assert stream is not None
         return stream
 
 
@@ -52,7 +52,7 @@ class ParallelParts(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,

@@ -62,6 +62,7 @@ class ShortConv(ConvMixer[ConvInputs]):
         self.out_proj = RowParallelLinear(
             hidden_size, hidden_size, bias=bias, lane=MIXER_LANE, where=where
         )
+        # The last inputs of the row, and those of the newest tokens, not yet moved to the window.
         self.cache_spec: CacheSpec | None = StateSpec(
             state={"window": StateTensor((width - 1, rank_size), where.dtype)},
             records={"inputs": StateTensor((rank_size,), where.dtype)},
@@ -71,7 +72,7 @@ class ShortConv(ConvMixer[ConvInputs]):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
@@ -81,7 +82,8 @@ class ShortConv(ConvMixer[ConvInputs]):
         before, after, x = self.projection(hidden).chunk(3, dim=1)
         out = self.run(ConvInputs(before * x), ctx)
         if outputs is not None:
-            out, after, residual = (part[outputs.index] for part in (out, after, residual))
+            out, after = (part[outputs.index] for part in (out, after))
+            residual = outputs.rows(residual)
         return self.out_proj.add_to(residual, after * out)
 
     def prefill(

@@ -47,31 +47,31 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
     """Yield cases of a whole layer, from the experts' ids on: the MXFP4 kernels, weights that are
     dequantised first, and bfloat16. Then yield a case for each MXFP4 product."""
     shape = SHAPES[options.shape]
-    layer, weights = make_layer(shape), 3 * shape.hidden * shape.inner
+    layer, size = make_layer(shape), 3 * shape.hidden * shape.inner  # size: values of an expert
     dequantised = PlainExperts(*map(dequantise_panels, layer.experts))
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
-        least, flops = batch.touched * weights * MXFP4.value_bytes, 2.0 * weights * batch.slots
+        moved, flops = batch.touched * size * MXFP4.value_bytes, 2.0 * size * batch.slots
 
-        def run(own: ExpertWeights, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
+        def run(weights: ExpertWeights, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
             inputs = batch.ids[i], batch.weights[i]
             options = {"epilogues": layer.epilogues, "tiles": tiles}
-            return grouped_mlp_triton(batch.x, own, *inputs, **options)
+            return grouped_mlp_triton(batch.x, weights, *inputs, **options)
 
         def case(name: str, launch: Callable[[int], object], num_bytes: float) -> Case:
             return replace(batch.case(name, launch), num_bytes=num_bytes, flops=flops)  # noqa: B023
 
         name = f"{options.shape}, {batch.touched:.1f} experts"
-        yield case(f"{name}, MXFP4", partial(run, layer.experts, None), least)
+        yield case(f"{name}, MXFP4", partial(run, layer.experts, None), moved)
         before = tiles_of_panels(batch.slots, shape.experts)
-        yield case("  dequantised before", partial(run, layer.experts, before), least)
-        yield case("  in bf16", partial(run, dequantised, None), least * 2 / MXFP4.value_bytes)
+        yield case("  dequantised before", partial(run, layer.experts, before), moved)
+        yield case("  in bf16", partial(run, dequantised, None), moved * 2 / MXFP4.value_bytes)
         tiles = four_bit_tiles(batch.slots, shape.experts, MXFP4)
         if tiles is not None:
             kernels = four_bit_gate_up, four_bit_down
             gate_up, down = products(layer, batch, tiles.block_m, kernels)
             # Of an expert's three matrices, gate and up are in the first product.
-            flops, least = flops * 2 / 3, least * 2 / 3
-            yield case("  gate_up", partial(gate_up, tiles.gate_up), least)
-            flops, least = flops / 2, least / 2
-            yield case("  down", partial(down, tiles.down), least)
+            flops, moved = flops * 2 / 3, moved * 2 / 3
+            yield case("  gate_up", partial(gate_up, tiles.gate_up), moved)
+            flops, moved = flops / 2, moved / 2
+            yield case("  down", partial(down, tiles.down), moved)

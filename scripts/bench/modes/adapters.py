@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
+    """Make an engine with this many adapters, called a0, a1 and so on."""
     model = dummy_model(options.model, DEVICE)
     if adapters:
         with tempfile.TemporaryDirectory() as folder:

@@ -92,13 +92,13 @@ class Bench:
         start = time.perf_counter()
         strategy = ARStrategy()
         self.model_config = replace(model_config(model), kv_cache_dtype=kv_cache_dtype)
-        kind = model_class(self.model_config.architecture, Path())
-        declared = {column.name for column in kind.declared_columns(self.model_config)}
-        own = [name for name in columns if name in declared]
+        model_type = model_class(self.model_config.architecture, Path())
+        declared = {column.name for column in model_type.declared_columns(self.model_config)}
+        context_columns = [name for name in columns if name in declared]
 
         def plan() -> tuple[list[ModelUse], ResolvedConfig]:
             bare = bare_model(self.model_config, DEVICE, quantization=quantization)
-            uses, resolved = planned_uses(bare, {}, strategy, config, own)
+            uses, resolved = planned_uses(bare, {}, strategy, config, context_columns)
             return list(uses.values()), resolved
 
         with compiling_kernels(DEVICE, plan):
@@ -112,7 +112,7 @@ class Bench:
         start = time.perf_counter()
         self.timer = StepTimer(DEVICE)
         self.engine = LLMEngine(
-            weights, None, (), strategy, config, timer=self.timer, context_columns=own
+            weights, None, (), strategy, config, timer=self.timer, context_columns=context_columns
         )
         synchronize()
         self.engine_seconds = time.perf_counter() - start

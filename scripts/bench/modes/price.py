@@ -112,11 +112,11 @@ class Process:
 
     def __init__(self, timed: Timed, deterministic: bool) -> None:
         context = get_context("spawn")
-        self._calls, theirs = context.Pipe()
-        arguments = deterministic, theirs
+        self._calls, child = context.Pipe()
+        arguments = deterministic, child
         self._process = context.Process(target=timed.serve, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        child.close()
 
     def wait(self) -> None:
         """Wait until the engine is ready."""

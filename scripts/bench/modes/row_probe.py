@@ -31,7 +31,7 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 _BLOCK = 16
 """Tokens of a KV block."""
-_NEW_TOKENS = 24
+_NEW_TOKENS = 24  # the most that the probe generates
 _BLOCK_LENGTH = 4
 """The positions that a diffusion model denoises together."""
 

@@ -34,6 +34,7 @@ class Divided:
     runs: int
 
     def engine(self, parallel: TensorParallel = ALONE, leader: Leader | None = None) -> LLMEngine:
+        """Make the engine of one rank; `leader` is rank 0's way to the others."""
         weights = dummy_model(self.model, DEVICE, parallel=parallel)
         config = EngineConfig(
             max_num_seqs=256,
@@ -59,10 +60,8 @@ class Divided:
         vocab = prompt_vocab(engine.vocab_size)
         for each in requests(self.workload, vocab)[::step]:
             prompt = [(token + turn) % vocab for token in each.prompt]
-            yield (
-                prompt,
-                RequestParams(temperature=0, max_new_tokens=each.output_len, ignore_eos=True),
-            )
+            new = each.output_len
+            yield prompt, RequestParams(temperature=0, max_new_tokens=new, ignore_eos=True)
 
 
 def serve(divided: Divided, ranks: int, results: Connection[Any, Any]) -> None:

@@ -122,8 +122,8 @@ def _time(
             seed=seed,
             decoding=rule,
         )
-        own = [(token + turn) % vocab for token in each.prompt]  # not in the prefix cache
-        rows.append((shared + own, params))
+        prompt = [(token + turn) % vocab for token in each.prompt]  # not in the prefix cache
+        rows.append((shared + prompt, params))
     timer.reset()
     seconds, outputs = run_rows(engine, rows)
     steps = timer.steps()

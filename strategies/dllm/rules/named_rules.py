@@ -32,7 +32,8 @@ def named_rule(name: str, **options: Any) -> Rule:
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r}")
     set_options = {key: value for key, value in options.items() if value is not None}
     known = {
-        rule: {field.name for field in fields(kind) if field.init} for rule, kind in RULES.items()
+        rule: {field.name for field in fields(rule_class) if field.init}
+        for rule, rule_class in RULES.items()
     }
     for key in set_options:
         if key not in known[name]:
@@ -42,10 +43,6 @@ def named_rule(name: str, **options: Any) -> Rule:
                 f"{key} is set, but unmasking {name} has no such option ({whose}): leave it null"
             )
     return RULES[name](**set_options)
-
-
-def _options_of(name: str) -> set[str]:
-    return {field.name for field in fields(RULES[name]) if field.init}
 
 
 def rule_of_row(values: Mapping[str, Any]) -> Rule:

@@ -133,7 +133,7 @@ class Watched(ARSpecStrategy):
 
     def propose(self, batch: DecodeBatch) -> None:
         state = self.step_inputs
-        store, entries = state.store, state.rows.entries.tolist()
+        store, entries = state.store, state.rows.store_rows_on_host.tolist()
         ids = [tuple(store.tokens[i, : int(store.lengths[i])].tolist()) for i in entries]
         hidden = state.rows.hidden.clone()
         super().propose(batch)
@@ -393,7 +393,7 @@ def test_the_cost_of_a_step_has_the_head_in_it(
 
     monkeypatch.setattr(ForwardSeconds, "measure", measure)
     head = HeadAlone(models["llama"]).head
-    seconds = MTPProposer(head, own_law=False).costs(8, (0, 1, 2, 3))
+    seconds = MTPProposer(head, for_rejection=False).costs(8, (0, 1, 2, 3))
     assert seconds(100, 0) == pytest.approx(1.1)
     assert seconds(100, 1) == pytest.approx(1.2 + 3.0)
     assert seconds(100, 3) == pytest.approx(1.4 + 3.0 + 2 * 4.1)

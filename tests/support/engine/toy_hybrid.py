@@ -232,7 +232,7 @@ class RecordingMLP(GatedMLP):
         super().__init__(size, 2 * size, bias=False, **more)
         self.layer, self.column = layer, column
 
-    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor | None, ctx: ForwardContext) -> Stream:
         if self.column.name in ctx.columns:
             assert isinstance(x, Tensor)
             ctx.record(self.column, x[:, :ROUTES].topk(2).indices, self.layer)

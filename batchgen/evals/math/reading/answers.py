@@ -33,8 +33,12 @@ _RELATIONS = {
     "perp": "perp", "notin": "notin", "subset": "subset", "subseteq": "subset",
     "implies": "implies", "iff": "iff",
 }  # fmt: skip
+"""Sign → the name of the relation in `Relation`."""
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "{set": ("}set",), "langle": ("rangle",)}
+"""Opening bracket → the brackets that may close it; `{set` is that of a set, `{` that of LaTeX."""
 _SETS = {"cup": "|", "cap": "&", "setminus": "-"}
+"""Command → the name of the operation in `SetOperation`."""
+# Sign of money → the short name of its unit.
 _MONEY = {"$": "$", "€": "€", "£": "£", "¥": "yen", "₹": "₹"}
 
 
@@ -55,7 +59,14 @@ class Answers:
         return result
 
     def listing(self, *closing: str) -> Node:
-        """Read clauses with commas, semicolons or words between them."""
+        """Read clauses with commas, semicolons or words between them.
+
+        Semicolons divide groups of clauses: `p=5, q=2; p=7, q=2` has two. A bar in a set makes it a
+        `Builder`: `{x | x > 2}`.
+
+        Args:
+            closing: the signs that end the listing, which are not read; a comma may come before.
+        """
         with self.cursor.deeper():
             groups: list[list[Node]] = [[]]
             joined = ","
@@ -81,6 +92,8 @@ class Answers:
             return _joined([_joined(group, ",") for group in groups], ";")
 
     def _joining(self) -> str | None:
+        """Read a word between answers (`and`, `or`), and return it in English; None if none
+        follows."""
         token = self.cursor.next
         if token.joins:
             self.cursor.take()
@@ -88,7 +101,10 @@ class Answers:
         return None
 
     def clause(self) -> list[Node]:
-        """Read a relation or a value: two of them if it has a plus-minus sign."""
+        """Read a relation or a value: two of them if it has a plus-minus sign.
+
+        For `x = 1 \\pm 2` the tokens are read twice, first with + and then with - in its place.
+        """
         start = self.cursor.at
         signs = self._signs_of_clause()
         if not signs:
@@ -143,12 +159,11 @@ class Answers:
     def _name_in_words(self) -> Node | None:
         """Read the name of a value before an equals sign: `Total area`, `p(x)`; None if there is
         none."""
-        texts = [self.cursor.peek(ahead) for ahead in range(5)]
-        kinds = texts[0].kind, texts[2].kind
-        if [token.text for token in texts[1::2]] == ["(", ")"] and texts[4].text == "=":
-            if kinds in (("letter", "letter"), ("letter", "number")):
+        function, opening, argument, closing, equals = map(self.cursor.peek, range(5))
+        if (opening.text, closing.text, equals.text) == ("(", ")", "="):
+            if function.kind == "letter" and argument.kind in ("letter", "number"):
                 self.cursor.at += 4
-                return Symbol(f"{texts[0].text}({texts[2].text})")
+                return Symbol(f"{function.text}({argument.text})")
         ahead = 0
         while self.cursor.peek(ahead).kind in ("word", "letter"):
             ahead += 1
@@ -161,12 +176,14 @@ class Answers:
         return Symbol(" ".join(token.text for token in tokens))
 
     def _ratio(self) -> Node:
+        """Read a quantity, or several with colons between them."""
         items = [self._quantity()]
         while not self._colon_is_bar and self.cursor.accept(":"):
             items.append(self._quantity())
         return Ratio(tuple(items)) if len(items) > 1 else items[0]
 
     def _quantity(self) -> Node:
+        """Read a value with its unit or sign of money: `18 cm`, `-$5`, `3 hours 20 minutes`."""
         negative = self.cursor.is_sign("-") and self.cursor.peek(1).text in _MONEY
         if negative:
             self.cursor.take()
@@ -192,6 +209,7 @@ class Answers:
         return Quantity(Call("+", (first.measured, other.measured)), first.unit)
 
     def _set_or_sum(self) -> Node:
+        """Read a set that is one sign, a figure, words, or an expression."""
         if self.cursor.accept("emptyset"):
             return Bracketed("{set", (), "}set")
         if self.cursor.accept("reals"):
@@ -236,6 +254,7 @@ class Answers:
         return self._items(opening, partial(self.listing, *closing))
 
     def _items(self, opening: str, listing: partial[Node]) -> Node:
+        """Read the content and the closing bracket of a set, a point, an interval or a value."""
         outside, self._colon_is_bar = self._colon_is_bar, opening == "{set"
         inner = listing()
         if opening == "{set" and self.cursor.accept("|", ":"):

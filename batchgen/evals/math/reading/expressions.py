@@ -1,5 +1,8 @@
 """A parser of mathematical expressions: sums, products, powers, functions, brackets. `Answers` uses
-it for the arithmetic in answers."""
+it for the arithmetic in answers.
+
+    `2x - 1`  →  Call("+", (Call("*", (2, x)), Call("negate", (1,))))
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ from batchgen.evals.math.reading.nodes import (
 from batchgen.evals.math.reading.tokens import SCALES
 from batchgen.evals.math.reading.written_numbers import digit, read_number
 
-_INVERSES = {
+# Names of functions in LaTeX → their names in `Call`.
+_FUNCTION_NAMES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
 }  # fmt: skip
+# Opening bracket → closing bracket.
 _OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
+# Opening sign → the closing sign, and the function.
 _FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}
-_APPLIED = set("fghFGH")
+_APPLIED = set("fghFGH")  # letters that name functions, so that `f(x)` is no product
 _MINUS_ONE = Number(Fraction(-1))
 _PERCENT = ("percent", "percentage", "pct")
 
@@ -50,6 +56,7 @@ class Expressions:
             return terms[0] if len(terms) == 1 else Call("+", tuple(terms))
 
     def _signed_term(self) -> Node:
+        """Read a term with any number of signs before it."""
         negative = False
         while sign := self.cursor.accept("+", "-"):
             negative ^= sign == "-"
@@ -146,6 +153,7 @@ class Expressions:
         return self._bracket(opening)
 
     def _factor(self) -> Node:
+        """Read a number, a variable, a function, a matrix, or something in brackets."""
         token = self.cursor.take()
         if token.kind == "number":
             return read_number(self.cursor, token, self._argument)
@@ -208,7 +216,7 @@ class Expressions:
             return Call("^", (inner, Number(Fraction(1, 3))))
         base: Node | None = None
         exponent: Node | None = None
-        for _ in range(2):
+        for _ in range(2):  # in either order
             if self.cursor.accept("_"):
                 base = self._argument()
             elif self.cursor.accept("^"):
@@ -218,15 +226,17 @@ class Expressions:
             arguments = (*arguments, base)
         elif base is not None:
             raise NotRead
-        name = _INVERSES.get(name, name)
+        name = _FUNCTION_NAMES.get(name, name)
         if name == "log10":
             name, arguments = "log", (*arguments, Number(Fraction(10)))
+        # `sin^{-1}` is the inverse function, and not the reciprocal.
         if exponent in (_MINUS_ONE, Call("negate", (Number(Fraction(1)),))):
             return Call("a" + name, arguments)
         result = Call(name, arguments)
         return result if exponent is None else Call("^", (result, exponent))
 
     def _square_root(self) -> Node:
+        """Read the degree and the argument of a root: `\\sqrt[3]{x}`, `\\sqrt 2`."""
         degree: Node = Number(Fraction(2))
         if self.cursor.accept("["):
             degree = self.sum()
@@ -238,6 +248,7 @@ class Expressions:
         return Call("^", (inner, Call("/", (Number(Fraction(1)), degree))))
 
     def _function_arguments(self, name: str) -> tuple[Node, ...]:
+        """Read the arguments of a function: in brackets, or a product without brackets."""
         if self.cursor.is_sign("(", "{", "["):
             opening = self.cursor.take().text
             arguments = [self.sum()]
@@ -256,6 +267,7 @@ class Expressions:
             return (Call("negate", (result,)) if negative else result,)
 
     def _matrix(self, kind: str) -> Node:
+        """Read the rows of a matrix up to its `\\end`."""
         rows: list[tuple[Node, ...]] = []
         if kind not in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "array", "smallmatrix"):
             raise NotRead

@@ -15,6 +15,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9+/%()\[\]=<>,. -]*")
 _SPACES = re.compile(" +")
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile(r"[₀-₉]+")
+# Characters that are fractions: ½.
 _VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 _CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
@@ -28,22 +29,29 @@ _CHARACTERS = {
     "¢": " cents ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
 }  # fmt: skip
 _CHARACTER = re.compile("|".join(map(re.escape, _CHARACTERS)))
+"""Characters → what they mean in LaTeX or ASCII."""
 _GONE = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|bf|rm|it|large"
     r"|Large|normalsize|nolimits|hfill|centering|notag|nonumber)(?![A-Za-z])|\\!|\\/"
 )
+"""Commands of size and position that are removed: `\\left`, `\\displaystyle`."""
 _SPACE = re.compile(
     r"(?<!\\)\\[,;:> ]|\\(?:q?quad|enspace|thinspace|medspace|thickspace|space)(?![A-Za-z])|~|\s+"
     r"|\\[hv]space\*?\{[^{}]*\}|\\h?phantom\{[^{}]*\}|\\(?:tag|label)\{[^{}]*\}"
 )
+"""What becomes a space: `\\quad`, `~`, `\\hspace{1cm}`, `\\tag{1}`."""
 _FONTS = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt|mathcal|underline|boxed|fbox|framebox|emph"
     r"|mathnormal|ensuremath|displaylines|cancel|symbf|mathbin|mathop|vec|hat|widehat"
     r"|uline|bold)(?![A-Za-z])"
 )
+"""Commands that are removed, with their argument kept: `\\mathbf{x}`, `\\boxed{5}`."""
+# A backslash that was doubled before a command: `\\frac`.
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$")
+"""`\\(`, `\\[` and dollar signs around formulas."""
 _STARS = re.compile(r"(?<=[\w)])[ \t]*\*\*[ \t]*(?=[\w(-])")
+"""`**` between operands, which is a power as in Python."""
 _INTRODUCTION = re.compile(
     r"\s*(?:\\text\s*\{\s*)?(?:(?:so|thus|therefore|hence)[ ,]+)?(?:the\s+)?"
     r"(?:final\s+|correct\s+)?answer(?:\s+is\b)?\s*[:=]?(?:\s*\}\s*|\s+)(?=\S)"
@@ -53,12 +61,16 @@ _INTRODUCTION = re.compile(
     r"|\s*(?:\\(?:therefore|implies|Rightarrow|approx)(?![A-Za-z])|∴|=(?!=))",
     re.I,
 )
+"""Words before the answer: "So the final answer is", "Option", "Therefore"."""
 _FOR_ALL = re.compile(r"[\s,(]{0,4}(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b.*\Z", re.S)
+"""The rest of an answer from "for all" on."""
+# a.m. and p.m.
 _DAYTIME = re.compile(r"(?<![A-Za-z])([AaPp])\.\s?([Mm])\b\.?")
 
 
 def tidy(text: str) -> str:
-    """The text of an answer with plain characters and without layout."""
+    r"""The text of an answer with plain characters and without layout: `$\left(x\right)$.` becomes
+    `(x)`."""
     if _PLAIN.fullmatch(text):
         text = usual(_SPACES.sub(" ", text))
     else:
@@ -70,6 +82,7 @@ def tidy(text: str) -> str:
 
 
 def _without_layout(text: str) -> str:
+    """The text with usual characters and spellings, and without commands of layout."""
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
     text = _VULGAR.sub(_vulgar, text)
@@ -84,6 +97,7 @@ def _without_layout(text: str) -> str:
 
 
 def _vulgar(match: re.Match[str]) -> str:
+    """A fraction that is one character (½) as LaTeX."""
     above, _, below = unicodedata.normalize("NFKC", match[0]).partition("⁄")
     return rf"\frac{{{above}}}{{{below}}}"
 

@@ -1,4 +1,7 @@
-"""Parses the text of an answer into nodes. `read` is the entry point of this package."""
+"""Parses the text of an answer into nodes. `read` is the entry point of this package.
+
+`x = 5`  →  Relation(sides=(Symbol("x"), Number(5)), names=("=",))
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ def _read(tokens: list[Token]) -> Node:
 
 def _choice(tokens: list[Token]) -> Node | None:
     """The letter of a choice, possibly followed by its text; None if the answer does not begin with
-    one."""
+    one. It is written `B) text`, `B. text`, `B: text`, or `(B) text`."""
     texts = [token.text for token in tokens[:3]]
     if tokens[0].kind == "letter" and tokens[0].text.isupper() and len(tokens) > 1:
         is_label = texts[1] == ")" or (
             texts[1] in (".", ":") and len(tokens) > 2 and tokens[2].spaced
         )
+        # `A: B` may be a ratio of two variables.
         if is_label and tokens[2:3] != [] and tokens[2].kind == "letter" and not tokens[2].quoted:
             return None
         if is_label:
@@ -43,6 +47,7 @@ def _choice(tokens: list[Token]) -> Node | None:
         return None
     if not texts[1].isupper():
         return None
+    # What follows must be a text, and not a factor or the next item of a list.
     if len(tokens) > 3 and not (tokens[0].quoted or tokens[3].spaced):
         return None
     if len(tokens) > 3 and (tokens[3].text in (",", ";") or tokens[3].joins):
@@ -51,6 +56,7 @@ def _choice(tokens: list[Token]) -> Node | None:
 
 
 def _choice_of(letter: str, rest: list[Token]) -> Node:
+    """The letter of a choice with its text, which is words if it is not mathematics."""
     if not rest:
         return Symbol(letter)
     try:

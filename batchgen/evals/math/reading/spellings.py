@@ -6,31 +6,49 @@ import re
 
 from batchgen.evals.math.reading.units import UNITS
 
+# Equations in lines: `\begin{cases}…\end{cases}`.
 _SYSTEM = re.compile(
     r"(?:\\\{\s*)?\\begin\{(cases|aligned|align\*?|gathered|array|matrix)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*\.?",
     re.S,
 )
+# A fraction of two words: `\frac{\text{km}}{\text{h}}`.
 _UNIT_FRACTION = re.compile(
     r"\\[dt]?frac\s*\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}*\s*"
     r"\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}+"
 )
 
 _REWRITTEN = (
+    # m\angle A
     (re.compile(r"m\\angle(?![A-Za-z])"), r"\\angle"),
+    # x^{\prime} → x'
     (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
+    # {n \choose k} → \binom{n}{k}
     (re.compile(r"\{([^{}]*)\\choose([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    # C_n^k → \binom{n}{k}
     (re.compile(r"(?<![A-Za-z])C_\{?([0-9a-z]+)\}?\^\{?([0-9a-z]+)\}?"), r"\\binom{\1}{\2}"),
+    # dy/dx → \frac{dy}{dx}
     (re.compile(r"(?<![A-Za-z])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])"), r"\\frac{d\1}{d\2}"),
+    # 5^{\text{th}} → 5\text{ th}
     (re.compile(r"\^\s*\{?\s*\\text\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?"), r"\\text{ \1}"),
+    # [1,2] U [3,4] → [1,2]\cup [3,4]
     (re.compile(r"(?<=[\])}])\s*U\s*(?=[\[({\\])"), r"\\cup "),
+    # C(n, k) → \binom{n}{k}
     (re.compile(r"(?<![A-Za-z])C\(\s*([0-9a-z]+)\s*,\s*([0-9a-z]+)\s*\)"), r"\\binom{\1}{\2}"),
+    # A(1, 2) → A=(1, 2), a point
     (re.compile(r"(^|[,;]\s*)([A-Z])\s*\((?=[^()]*,)"), r"\1\2=("),
+    # (101)_2 → 101_2
     (re.compile(r"\(([0-9]+)\)\s*_"), r"\1_"),
+    # 5th → 5\text{ th}
     (re.compile(r"(?<=[0-9])(st|nd|rd|th)(?![A-Za-z])"), r"\\text{ \1}"),
+    # US$5 → \$5
     (re.compile(r"US\\?\$"), r"\\$"),
+    # x = 1 y = 2 → x = 1, y = 2
     (re.compile(r"(?<=[0-9])[ \n]+(?=[A-Za-z](?:_[0-9a-z])?\s*=)"), ", "),
+    # (k \in \mathbb{Z}) at the end → , k \in \mathbb{Z}
     (re.compile(r"\(\s*([a-z])\s*\\in\s*(\\mathbb\s*\{?[A-Z]\}?)[^()]*\)\s*\Z"), r", \1 \\in \2"),
+    # \pmod{5} → mod 5
     (re.compile(r"\\p?mod\s*\{?\s*([0-9a-z]+)\s*\}?"), r" mod \1"),
+    # (mod 5) → mod 5
     (re.compile(r"\(\s*(?:\\text\s*\{\s*)?mod\s*\}?\s*([0-9a-z]+)\s*\)"), r" mod \1"),
 )
 """Pairs of a variant spelling and its replacement, which are applied in this order."""

@@ -1,5 +1,8 @@
-"""Splits the text of an answer into tokens: numbers, letters, words, commands and signs.
-`parser.py` calls `tokens_of`."""
+r"""Splits the text of an answer into tokens: numbers, letters, words, commands and signs.
+`parser.py` calls `tokens_of`.
+
+    `2\sqrt{x} \text{ cm}`  →  number 2, function sqrt, sign {, letter x, sign }, word cm
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ from batchgen.evals.math.reading.units import UNITS
 
 MOST_TOKENS = 2000
 
+# Names of functions, with or without a backslash.
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan",
     "ln", "lg", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "floor", "ceil", "abs",
     "asin", "acos", "atan", "cbrt",
 }  # fmt: skip
+# Words that multiply the number before them.
 SCALES = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
     "trillion": 10**12, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
+# Command → the command or sign with the same meaning.
 _COMMANDS = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge",
     "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "times": "*", "cdot": "*", "ast": "*",
@@ -39,7 +45,9 @@ _STRUCTURE = set(
     "subseteq implies iff mid cup cap setminus emptyset reals pm mp".split()
 )
 """Commands that the grammar knows. Any other command is a letter, such as `\\alpha`."""
+# A command whose argument is text.
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
+# A number, one with commas (`1,000`), and one with spaces between thousands.
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
 _SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9])(?:\.[0-9]+)?"
@@ -52,7 +60,9 @@ _TOKEN = re.compile(
     re.S,
 )
 _PLAIN_NUMBER = re.compile(_NUMBER)
+# Signs of two characters → the command with the same meaning.
 _SIGNS = {"<=": "le", ">=": "ge", "!=": "ne", "<>": "ne", "==": "="}
+# Words between answers.
 _JOINING = frozenset(("and", "or", "und", "oder"))
 _VOWEL = re.compile("[aeiouyAEIOUY]")
 
@@ -95,6 +105,8 @@ def tokens_of(text: str, thousands: bool = True) -> list[Token]:
 def _tokens(
     text: str, thousands: bool, before: Token | None = None, quoted: bool = False
 ) -> list[Token]:
+    r"""The tokens of a part of an answer: of the whole, or of the content of a `\text{…}`
+    (`quoted`). `before` is the token before the part."""
     tokens: list[Token] = []
     at, spaced = 0, False
     while at < len(text):
@@ -136,6 +148,8 @@ def _closing(text: str, start: int) -> int:
 
 
 def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | None) -> list[Token]:
+    """The tokens of one match of `_TOKEN`; several only for letters. `previous` is the token before
+    it."""
     if match["number"]:
         number = match["number"].replace(",", "").replace(" ", "")
         return [Token("number", number, spaced, quoted)]
@@ -171,7 +185,7 @@ def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | No
 
 
 def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
-    """Letters without a backslash: a function, a word, or variables one after another."""
+    """Letters without a backslash: a function, a word, or variables one after another (`xy`)."""
     # Without a backslash, `min` means minutes and, in \text, `sec` means seconds.
     is_time = letters == "min" or (quoted and letters == "sec")
     if letters in FUNCTIONS and not is_time:
@@ -191,7 +205,7 @@ def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
 
 
 def _is_value(token: Token | None, letter: str) -> bool:
-    """Whether a token ends a value, so that a letter after it, in \text, is a unit."""
+    r"""Whether a token ends a value, so that a letter after it, in `\text`, is a unit."""
     if token is None:
         return False
     return token.kind == "number" or (letter.islower() and token.text in ("}", ")", "pi"))

@@ -1,5 +1,5 @@
 """Units of measure and of money: their spellings, and their sizes in base units. `units_behind.py`
-reads units with `unit_of`."""
+reads units with `unit_of`: ["km", "per", "hour"] is `m s^-1` with the size 5/18."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
+# Word before a unit → its letter.
 _PREFIXES = {
     "": "", "kilo": "k", "centi": "c", "milli": "m", "micro": "µ", "nano": "n", "mega": "M",
     "giga": "G", "deci": "d", "hecto": "h", "tera": "T", "pico": "p",
 }  # fmt: skip
+# Symbol of a prefix → the power of ten.
 _POWERS_OF_TEN = {
     "k": 3, "c": -2, "m": -3, "µ": -6, "n": -9, "M": 6, "G": 9, "d": -1, "h": 2, "T": 12, "p": -12,
 }  # fmt: skip
+# Name of a unit that takes prefixes → its symbol.
 _PREFIXED = {
     "meter": "m", "metre": "m", "gram": "g", "gramme": "g", "liter": "L", "litre": "L",
     "second": "s", "joule": "J", "newton": "N", "watt": "W", "volt": "V", "ampere": "A", "amp": "A",
     "hertz": "Hz", "pascal": "Pa", "mole": "mol", "calorie": "cal", "ohm": "Ω", "byte": "B",
     "bit": "bit",
 }  # fmt: skip
+# Short name of a unit → its other spellings; plurals with s are added.
 _OTHERS = {
     "s": "sec secs", "min": "minute mins", "h": "hour hr hrs", "day": "", "week": "wk wks",
     "month": "", "year": "yr yrs", "decade": "", "century": "", "in": "inch inches",
@@ -32,6 +36,7 @@ _OTHERS = {
     "cent": "", "€": "euro EUR", "£": "GBP", "yuan": "RMB CNY", "yen": "JPY", "₹": "rupee INR",
     "peso": "", "won": "", "franc": "", "unit": "", "square": "sq", "cubic": "",
 }  # fmt: skip
+# Symbols of units that are spelled so and in no other case.
 _SYMBOLS = (
     "m km cm mm dm nm µm g kg mg µg L l mL ml dL dl cL cl kL kl s ms ns J kJ MJ N kN MN W kW MW mW"
     " GW V kV mV A mA Hz kHz MHz GHz Pa kPa MPa mol mmol cal kcal B kB KB MB GB TB"
@@ -39,12 +44,14 @@ _SYMBOLS = (
 )
 
 
+# Chinese word → short name of a unit.
 _CHINESE = {
     "米": "m", "厘米": "cm", "毫米": "mm", "分米": "dm", "千米": "km", "公里": "km", "克": "g",
     "千克": "kg", "公斤": "kg", "吨": "ton", "升": "L", "毫升": "mL", "秒": "s",
     "分钟": "min", "分": "min", "小时": "h", "时": "h", "天": "day", "年": "year", "元": "yuan",
     "度": "degree", "英寸": "in",
 }  # fmt: skip
+# Short name of a unit → the unit that it is measured in, and how many of these it has.
 _OF_OTHERS = {
     "min": ("s", 60), "h": ("s", 3600), "day": ("s", 86400), "week": ("s", 604800),
     "year": ("month", 12), "decade": ("month", 120), "century": ("month", 1200),
@@ -65,7 +72,7 @@ def _names() -> dict[str, str]:
         for prefix, letter in _PREFIXES.items():
             for word in (prefix + name, prefix + name + "s"):
                 names[word] = letter + symbol
-    for symbol in _SYMBOLS.split():
+    for symbol in _SYMBOLS.split():  # those of litres are also written with a small l
         names[symbol] = (
             symbol.replace("l", "L") if symbol[-1] == "l" and symbol[:-1] in "mdck" else symbol
         )
@@ -85,11 +92,13 @@ def _sizes() -> dict[str, tuple[str, Fraction]]:
     return sizes
 
 
+# Spelling of a unit → its short name; and short name → base unit and size.
 UNITS = _names()
 _SIZES = _sizes()
 LETTERS = frozenset((*"mgLlsJNWVAhK", "Omega"))
 """Units of one letter, which may also be variables."""
 _SHORTHANDS = {"mph": ["mi", "/", "h"], "kph": ["km", "/", "h"], "kmh": ["km", "/", "h"]}
+# Signs between the words of a unit that change nothing.
 _IGNORED = frozenset("{}()*.·")
 _WORDS_FOR_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
 
@@ -103,7 +112,9 @@ def unit_of(words: list[str]) -> Unit | None:
     unit."""
     words = [part for word in words for part in _SHORTHANDS.get(word, _chinese(word))]
     factors: list[tuple[str, int]] = []
-    sign, coming, at = 1, 1, 0
+    sign = 1  # -1 after a `/`: the units below it have negative powers
+    next_power = 1  # that of the next unit, after a word such as `square`
+    at = 0
     while at < len(words):
         word = words[at]
         at += 1
@@ -122,18 +133,19 @@ def unit_of(words: list[str]) -> Unit | None:
         elif power is not None and word.lower().endswith("ed") and factors:
             factors[-1] = factors[-1][0], factors[-1][1] * power
         elif power is not None:
-            coming = power
+            next_power = power
         else:
             short = UNITS.get(word) or UNITS.get(word.lower() if len(word) > 3 else word)
             if short is None:
                 return None
-            factors.append((short, sign * coming))
-            coming = 1
+            factors.append((short, sign * next_power))
+            next_power = 1
     return reduced(factors) if factors else None
 
 
 def reduced(factors: Iterable[tuple[str, int]]) -> Unit:
-    """The product of powers of units, which are given by their short names."""
+    """The product of powers of units, as pairs of a short name and a power: for [("km", 1), ("h",
+    -1)] the product `m s^-1` and the size 1000/3600."""
     powers: dict[str, int] = {}
     size = Fraction(1)
     for short, power in factors:

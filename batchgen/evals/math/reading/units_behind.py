@@ -1,4 +1,7 @@
-"""Parses the words after a number: its unit of measure, or the things that it counts."""
+"""Parses the words after a number: its unit of measure, or the things that it counts.
+
+`18 km per hour`  →  `m s^-1`, size 5/18        `18 eggs`  →  `of egg`, size 1
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parses numbers as they are written: decimals, mixed numbers, repeating decimals, other bases."""
+r"""Parses numbers as they are written: decimals, mixed numbers, repeating decimals, other bases.
+
+`1\frac12`  →  3/2        `0.1\overline{6}`  →  1/6        `101_2`  →  Based("101", 2)
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,7 @@ def _fraction_after(cursor: Cursor, argument: Callable[[], Node]) -> Fraction | 
 
 
 def _based(cursor: Cursor, token: Token) -> Node:
+    """Read the base after the digits of a number: `_2`, `_{two}`."""
     cursor.expect("_")
     base = cursor.braced_text()
     base = str(NUMBERS.get(base, base))

@@ -47,7 +47,7 @@ class Program:
             self.load()
             return self.names()
         decoded = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
-        return self._encoded(_DOES[what](*decoded))
+        return self._encoded(_OPERATIONS[what](*decoded))
 
     def _encoded(self, value: Any) -> Any:
         return copied_values.encode(value, self._number)
@@ -59,7 +59,8 @@ class Program:
         return self._numbers[id(value)]
 
 
-_DOES: Mapping[str, Callable[..., Any]] = {
+# What the testing code can ask for, by the names that `Link.ask` sends.
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "attribute": getattr,
     "iterate": iter,

@@ -1,7 +1,12 @@
 """Encodes the values that a program and its testing code exchange between two sandboxes.
 
 A value becomes JSON: null, true, an integer and a text are themselves; all others are a list of a
-letter and parts. No code in a message is ever run. A value without such a form stays in its
+letter and parts:
+
+    1.5  →  ["f", "0x1.8000000000000p+0"]        (1, "a")  →  ["t", [1, "a"]]
+    {1: 2}  →  ["d", [[1, 2]]]                   an object without a form  →  ["o", NUMBER]
+
+No code in a message is ever run. A value without such a form stays in its
 sandbox, and the other side gets a number for it. This file imports nothing of batchgen, because it
 runs in a sandbox.
 """
@@ -14,6 +19,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import IO, Any
 
+# The letter of a kind → the function that makes a value of its items, or of its text.
 _LISTS: Mapping[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 _LETTERS: Mapping[type[Any], str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
 _TEXTS: Mapping[str, Callable[[str], Any]] = {

@@ -26,6 +26,7 @@ def describe_interpreter(names: list[str]) -> dict[str, Any]:
         except PackageNotFoundError:
             missing.append(name)
             continue
+        # The top folders and files of the distribution, without its metadata and its scripts.
         tops = {file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "/")}
         kept = {top for top in tops if not top.endswith((".dist-info", ".egg-info", ".pth"))}
         kept.discard("__pycache__")

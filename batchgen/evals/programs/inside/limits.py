@@ -9,13 +9,18 @@ import site
 import sys
 from typing import Any
 
-_MANY = 64
+_MOST_FILES_AND_THREADS = 64
 """The most files, and the most threads."""
 
 
 def begin() -> dict[str, Any]:
     """Limit this process permanently by the JSON object in the first argument, and let it import
-    packages. Returns the object."""
+    packages.
+
+    Returns:
+        The object: memory_bytes, cpu_seconds, here (the folder of this code, from which the program
+        cannot import) and verdict (a file descriptor for `testing_code.py`, or null).
+    """
     options: dict[str, Any] = json.loads(sys.argv[1])
     sys.argv[1:] = []
     seconds = options["cpu_seconds"]
@@ -24,8 +29,8 @@ def begin() -> dict[str, Any]:
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_FSIZE: (0, 0),
         resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_NOFILE: (_MANY, _MANY),
-        resource.RLIMIT_NPROC: (_MANY, _MANY),
+        resource.RLIMIT_NOFILE: (_MOST_FILES_AND_THREADS,) * 2,
+        resource.RLIMIT_NPROC: (_MOST_FILES_AND_THREADS,) * 2,
         resource.RLIMIT_MEMLOCK: (0, 0),
     }
     for limit, values in limits.items():

@@ -105,6 +105,7 @@ class Link:
         return namespace
 
     def _asked(self, request: Any) -> Any:
+        """Send a request; return the answer in its JSON form, or raise the program's exception."""
         try:
             copied_values.send_message(self._requests, request)
             kind, *parts = copied_values.receive_message(self._answers)

@@ -1,4 +1,8 @@
-"""Audits rows of a job: computes them again and compares them with the shards, bit by bit."""
+"""Audits rows of a job: computes them again and compares them with the shards, bit by bit.
+
+The *contract* of a job is what decides the bits of its rows besides models, data and configuration,
+such as the type of GPU. Only jobs with engine.deterministic=true on a GPU have one.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _Watch:
 
     def _engine(self) -> LLMEngine:
         tape, compiler = self._tape, self._parts.compiler
-        tape.resize(2 * self._recipe.config.block_size)  # warm-up forwards use a scratch block
+        tape.resize(2 * self._recipe.config.block_size)  # of the forwards that measure memory
         recipe = replace(self._recipe, strategy=deepcopy(self._recipe.strategy))  # it has states
         engine = recipe.engine(self._weights, self._others, compiler)
         size, blocks = engine.config.block_size, engine.scheduler.block_manager

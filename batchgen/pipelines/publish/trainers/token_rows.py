@@ -90,6 +90,7 @@ class TokenRows:
         rows.refuse_set(f"--to {request.to}")
         names = rows.schema.names
         scored = "answer_token_ids" in names
+        # The names of these columns of the answers: `answer_…` if they were scored.
         self._name = {n: f"answer_{n}" if scored else n for n in (_IDS, _LOGPROBS, _TOP, _TOP_IDS)}
         self._sampling = rows.group("sampling")
         self._experts = self._to == "rl" and _EXPERTS in names

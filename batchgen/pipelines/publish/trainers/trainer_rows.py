@@ -326,7 +326,7 @@ _KEPT_COLUMNS = ("error", "row_id", "row_index", "id", "source")
 """The columns that every format reads, if the rows have them."""
 _PLACE = "place"
 """The key in a member's content under which the location of its row is kept."""
-Place = tuple[int, int]
+Place = tuple[int, int]  # shard, position
 
 
 def _places(members: Sequence[GroupMember]) -> list[Place]:

@@ -6,21 +6,21 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.evals.scores.asked_prompts import AskedExam, exam_differences
+from batchgen.evals.scores.asked_prompts import JobExam, exam_differences
 from batchgen.evals.scores.graded_folder import GradedJob
 from tests.support.jobs.finished_job import finished_job, row
 
 IMAGES = pa.field("prompt_images", pa.list_(pa.struct([("digest", pa.string())])))
 
 
-def exam(path: Path, *fields: pa.Field, prompt: dict[str, Any], **values: Any) -> AskedExam:
+def exam(path: Path, *fields: pa.Field, prompt: dict[str, Any], **values: Any) -> JobExam:
     """The exam of a job of one row of a known data set."""
     prompt = {"kind": "chat", "user": "Q: {{ question }}", **prompt}
     finished_job(path, [row(0, **values)], fields, graded=True, config={"prompt": prompt})
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["fingerprints"]["dataset"] = "one"
     (path / "manifest.json").write_text(json.dumps(manifest))
-    return AskedExam(GradedJob(str(path), "compare"))
+    return JobExam(GradedJob(str(path), "compare"))
 
 
 def test_a_job_with_images_and_one_without_asked_other_things_in_either_order(

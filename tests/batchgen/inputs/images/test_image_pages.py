@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.__main__ import run_command
-from batchgen.evals.scores.asked_prompts import AskedExam
+from batchgen.evals.scores.asked_prompts import JobExam
 from batchgen.evals.scores.graded_folder import GradedJob
 from batchgen.inputs.images.thumbnails import Thumbnails, read_thumbnails
 from batchgen.pages.report.write_report import report_html
@@ -129,7 +129,5 @@ def test_two_jobs_with_other_pictures_asked_other_things(
     changed = table.set_column(1, "images", pa.array(images, table.schema.field("images").type))
     pq.write_table(changed, tmp_path / "rows.parquet")
     run(arguments(vl_model, tmp_path / "rows.parquet", tmp_path / "out"))
-    one, other = (
-        AskedExam(GradedJob(str(at), "compare")).rendered for at in (job, tmp_path / "out")
-    )
+    one, other = (JobExam(GradedJob(str(at), "compare")).rendered for at in (job, tmp_path / "out"))
     assert [one[key] == other[key] for key in sorted(one)] == [True, False, True]

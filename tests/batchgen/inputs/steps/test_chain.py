@@ -26,6 +26,8 @@ from batchgen.inputs.steps.pieces import Cross, Pick
 from batchgen.inputs.steps.split import Explode
 from batchgen.inputs.steps.table_step import KEPT, StepRow, TableStep, Taken
 from batchgen.util.errors import ConfigError
+from tests.support.jobs.finished_job import finished_job
+from tests.support.jobs.finished_job import row as answer
 
 FEATURES = Features(
     {
@@ -316,6 +318,18 @@ def test_pick_follows_from_the_id_and_cross_has_all(tables: dict[str, str]) -> N
     ]
     with pytest.raises(ConfigError, match="1,001 combinations, more than most=1,000"):
         Chain([Cross(pieces={"n": list(range(1001))})], FEATURES)
+
+
+def test_pieces_are_answers_of_a_job(tmp_path: Path) -> None:
+    job = str(
+        finished_job(tmp_path / "job", [answer(0, text="a nurse"), answer(1, text="a pilot")])
+    )
+    _, found, _ = one(Cross(pieces={"text": job}), {})
+    assert [made.stored["text"] for made, _ in found] == ["a nurse", "a pilot"]
+    _, found, _ = one(Cross(pieces={"answer": job}), {})
+    pieces = [made.stored["answer"] for made, _ in found]
+    assert [piece["answer_id"] for piece in pieces] == ["id0#0", "id1#0"]
+    assert [piece["question"] for piece in pieces] == ["question 0", "question 1"]
 
 
 def test_balance_and_keep() -> None:

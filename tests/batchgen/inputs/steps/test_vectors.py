@@ -48,7 +48,18 @@ def test_many_rows_and_equal_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [None, "x", [0.0, 0.0], [], [1.0], [True, 1.0], [float("nan"), 1.0]]
+    "bad",
+    [
+        None,
+        "x",
+        [0.0, 0.0],
+        [],
+        [1.0],
+        [True, 1.0],
+        [float("nan"), 1.0],
+        [10**400, 1],
+        [1.2e154, 1.2e154],
+    ],
 )
 def test_what_is_no_vector_is_a_bad_row(bad: Any) -> None:
     step = Dedupe(by=("v",), cosine=0.9).start(Tools({}))
