@@ -159,16 +159,20 @@ class DecoderLayer(nn.Module):
         hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
-        yielded: Tensor = norm.of_stream(self.mlp(hidden, None, ctx))[0]
-        whole = residual + yielded
-        if self.own_input is not None:
-            whole = self.own_input(whole, ctx, outputs)
-        if self.layer_scalar is None:
-            return whole
-        if self.canvas_scalar is None or not ctx.canvas_tokens:
-            return whole.mul_(self.layer_scalar)
-        whole[: ctx.canvas_tokens].mul_(self.canvas_scalar)
-        whole[ctx.canvas_tokens :].mul_(self.layer_scalar)
+        result = self.mlp(hidden, None, ctx)
+        # Canvases have a scalar of their own.
+        scalar = self.layer_scalar if self.canvas_scalar is None else None
+        if self.own_input is None:
+            stream = norm.add_to(residual, result, scalar)
+        else:
+            whole = summed(norm.add_to(residual, result))
+            stream = self.own_input(whole, ctx, outputs, scalar)
+        if self.canvas_scalar is None or self.layer_scalar is None:
+            return stream
+        whole, canvases = summed(stream), ctx.canvas_tokens
+        if canvases:
+            whole[:canvases].mul_(self.canvas_scalar)
+        whole[canvases:].mul_(self.layer_scalar)
         return whole
 
     def _mixed(
@@ -185,8 +189,7 @@ class DecoderLayer(nn.Module):
             return mixer(hidden, residual, cos_sin, ctx, outputs)
         mixed = mixer(hidden, None, cos_sin, ctx, outputs)
         chosen = residual if outputs is None else residual[outputs.index]
-        result: Tensor = chosen + norm.of_stream(mixed)[0]
-        return result
+        return norm.add_to(chosen, mixed)
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}

@@ -1,5 +1,6 @@
 """A chart of the arms' scores over another of their numbers, such as tokens_per_forward (`batchgen
-compare --x`)."""
+compare --x`). An *arm* is one line of a comparison: a job, or jobs that differ only in their
+seed."""
 
 from __future__ import annotations
 

@@ -130,6 +130,7 @@ def list_values(
         StillSearching: finding the rows in the other job takes too long for one request.
     """
     job, schema = jobs[0], jobs[0].rows.schema
+    # What the links to other pages of the list repeat.
     kept = {**wanted.query, **{k: v for k, v in (("sort", sort), ("show", show)) if v}}
     values = _ranked(jobs, wanted, first, sort) if sort else _in_order(jobs, wanted, first)
     return {

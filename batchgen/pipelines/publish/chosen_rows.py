@@ -108,7 +108,7 @@ def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[Writ
         funnel.left(f"--where {choice.where}", sum(p.passed for p in passes))
     if choice.best is not None:
         funnel.left(f"--best {choice.best}", len(kept.job))
-    order = np.arange(len(kept.job))
+    order = np.arange(len(kept.job))  # indices of kept rows
     if choice.by is not None:
         values = np.array(kept.by)
         order = np.argsort(values if choice.ascending else -values, kind="stable")

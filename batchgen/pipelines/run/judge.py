@@ -132,6 +132,7 @@ def _values(
         raise ConfigError(f"{start}.target: the template {name} shows no right answer")
     if template.target is not None:
         columns["wanted"] = str(options.get("target", template.target))
+    # The template begins with statements that set its variables. `{#- -#}` removes the line end.
     sets = [f"{{%- set {key} = row[{column!r}] %}}" for key, column in columns.items()]
     sets.append(_answers(template))
     if template.scale == "score":

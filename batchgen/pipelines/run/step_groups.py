@@ -64,6 +64,7 @@ class StepGroups:
         names: list[str] = []
         for name in self.steps[group]:
             step = self._opened.pipeline.steps[name]
+            # A step that follows its parent can begin together with it.
             begun = {*complete, *(names if self.follows(name) else ())}
             is_ready = set(step.parents) <= begun and set(step.tables.values()) <= {*complete}
             if name not in complete and is_ready:

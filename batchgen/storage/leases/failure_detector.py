@@ -85,6 +85,7 @@ def any_lives(
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
     contents = {name: content for name in names if (content := do(Read(name))) is not None}
+    # A worker whose heartbeat cannot be read has not reported its end.
     beats = {name: read_beat(content) or {"ended": None} for name, content in contents.items()}
     running = {name: beat for name, beat in beats.items() if beat["ended"] is None}
     elsewhere = {name for name, beat in running.items() if beat.get("machine") != machine()}

@@ -175,7 +175,8 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
     kept = None if schema.enough is None else KeptRows(rows, schema.enough)
     indices = np.arange(len(rows.keys)) if kept is None else kept.indices
     sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
-    sizes += 4 * rows.column("num_prompt_tokens")
+    sizes += 4 * rows.column("num_prompt_tokens")  # the bytes of their ids
+    # The row group of each row, by the bytes up to it.
     group_of = np.cumsum(sizes[indices]) // ROW_GROUP_BYTES
     begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(indices)]
     for begin, end in itertools.pairwise(begins):

@@ -77,6 +77,7 @@ def shown_ranges(length: int, limit: int | None, spans: Sequence[Span]) -> list[
     """Return the ranges of a text that are shown, in order and without overlaps."""
     if limit is None or length <= limit:
         return [(0, length)]
+    # Of the limit, two fifths at each end, and a tenth before and after the first span.
     edge, around = limit * 2 // 5, limit // 10
     wanted = [(0, edge), (length - edge, length)]
     for span in spans[:1]:

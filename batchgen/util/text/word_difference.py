@@ -52,6 +52,7 @@ def word_difference(a: str, b: str) -> WordDifference:
     runs = _joined(list(_runs(left, right)))
     only_a, only_b = _words(run for run in runs if not run.same)
     compared_a, compared_b = _words(runs)
+    # The words that were not read, of about five characters each.
     cut_a, cut_b = (max(len(text) - MOST_CHARACTERS, 0) // 5 for text in (a, b))
     left_out = len(left) - compared_a + cut_a, len(right) - compared_b + cut_b
     return WordDifference(_html(runs), only_a, only_b, left_out)

@@ -24,6 +24,7 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
         at: the JSON pointer of the schema.
         lower: rewrites the schemas of items.
     """
+    # The schemas of the first items, and the schema of the items after them.
     prefix, rest = schema.get("prefixItems", []), schema.get("items")
     if isinstance(rest, list):  # until draft 2019-09
         prefix, rest = rest, schema.get("additionalItems")
@@ -32,7 +33,7 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
     rest = schema.get("unevaluatedItems") if rest is None else rest
     low, limit = read_limits(schema, "minItems", "maxItems")
     high = math.inf if limit is None else limit
-    if rest is None:
+    if rest is None:  # after a prefix, further items are allowed only if `minItems` needs them
         rest = not prefix or low > len(prefix)
     if rest is False:
         high = min(high, len(prefix))
@@ -61,13 +62,14 @@ def lower_object(
     """
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     patterns = schema.get("patternProperties", {})
+    # The schema of properties that are not listed.
     extra = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     for name in required:
         if name not in properties:
             if patterns or extra is False:
                 raise refuse("required", at, f"names {name!r}: add it to `properties`")
             properties[name] = True if extra is None else extra
-    if extra is None:
+    if extra is None:  # others are allowed only if none are listed
         extra = not properties and not patterns
     if "propertyNames" in schema and (extra is not False or patterns):
         if properties or patterns:
@@ -94,8 +96,8 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Express `propertyNames` by three other keywords. `extra` is the schema of all values, or
-    True."""
+    """Express the rule of `propertyNames` by three other keywords: return `properties`,
+    `patternProperties` and `additionalProperties`. `extra` is the schema of all values, or True."""
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):

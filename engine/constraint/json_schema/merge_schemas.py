@@ -50,6 +50,8 @@ def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dic
 def _check_others(part: Schema, other: Schema, at: str) -> None:
     """Raise ConstraintError for two schemas of which one restricts further members and the other
     lists some."""
+    # The keywords by which `part` restricts properties that it does not list, those of `other` that
+    # it does not list, and whether `other` restricts its own further properties in another way.
     further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
     new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
     unequal = not other.keys().isdisjoint(_OTHERS) and any(

@@ -10,6 +10,7 @@ from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.parallel.tensor_parallel import PendingNorm, Stream
 
 
 class MLPAndExperts(nn.Module):
@@ -47,14 +48,11 @@ class MLPAndExperts(nn.Module):
         """The MLP and the experts, each with the norm before it."""
         return [(self.mlp, self.mlp_norm), (self.moe, self.moe_norm)]
 
-    def forward(self, stream: Tensor, residual: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Add the result for the residual stream [T, hidden_size] to `residual` in place, or to
-        zeros, and return it."""
-        dense = self.mlp(self.mlp_norm(stream), None, ctx)
-        # The MLP's sum over ranks is read before the experts' sum begins.
-        if residual is None:
-            residual = self.mlp_post_norm.of_stream(dense)[0]
-        else:
-            residual = self.mlp_post_norm.add_to(residual, dense)
+    def forward(self, stream: Tensor, residual: Tensor | None, ctx: ForwardContext) -> Stream:
+        """Return the sum of both results for the residual stream [T, hidden_size], for the norm
+        that follows or to be added to `residual`."""
+        dense = self.mlp_post_norm.term(self.mlp(self.mlp_norm(stream), None, ctx))
+        # The MLP's sum over ranks was read before the experts' sum begins.
         routed = self.moe(self.moe_norm(stream), None, ctx, router_input=stream)
-        return self.moe_post_norm.add_to(residual, routed)
+        terms = dense, self.moe_post_norm.term(routed)
+        return PendingNorm(residual, terms, self.mlp_post_norm.eps)
