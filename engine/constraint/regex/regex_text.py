@@ -35,11 +35,15 @@ def width(node: Node) -> tuple[int, int | None]:
         case Concat(parts):
             widths = [width(part) for part in parts]
             highs = [longest for _, longest in widths if longest is not None]
-            return sum(w[0] for w in widths), sum(highs) if len(highs) == len(widths) else None
+            return sum(shortest for shortest, _ in widths), sum(highs) if len(highs) == len(
+                widths
+            ) else None
         case Either(branches):
             widths = [width(branch) for branch in branches]
             highs = [longest for _, longest in widths if longest is not None]
-            return min(w[0] for w in widths), max(highs) if len(highs) == len(widths) else None
+            return min(shortest for shortest, _ in widths), max(highs) if len(highs) == len(
+                widths
+            ) else None
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
