@@ -4,8 +4,8 @@ The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-for
 each token separately. The models of `engine/models` are stacks of these layers.
 
 Layers pass on the *residual stream*, to which every part adds its result. A `Stream` is a tensor
-[T, hidden_size], or one with a sum over all ranks still to be added (`PendingSum`); `summed` adds
-it.
+[T, hidden_size], or one with results still to be added, such as a sum over all ranks
+(`PendingSum`); `summed` adds them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import pytest
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.metrics import job_metrics
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.forked import fork_server
@@ -197,7 +196,7 @@ def test_a_limit_that_was_too_high_can_be_lowered_to_what_is_done(tmp_path: Path
 def test_attempts_that_begin_in_the_same_second_are_all_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_metrics.time, "strftime", lambda form: "2026-01-01T00:00:00+0000")
+    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-01T00:00:00+0000")
     for samples in (1, 2, 3):
         FakeJob(str(tmp_path / "out"), rows=6, samples=samples).run()
     metrics = _metrics(tmp_path / "out")
