@@ -77,6 +77,10 @@ class HasNormedParts(Protocol):
     @property
     def normed_parts(self) -> list[tuple[object, RMSNorm]]: ...
 
+    def inputs_of(self, stream: Stream) -> tuple[Any, Tensor]:
+        """Return what the parts read of the residual stream, and the stream with its pending sums
+        added."""
+
 
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward part, each added to the residual stream.
@@ -156,7 +160,10 @@ class DecoderLayer(nn.Module):
             stream = summed(stream)[outputs.index]
         if self.mlp is None:
             return stream
-        hidden, residual = _normed(self.mlp_norm, stream)
+        if self.mlp_norm is None and isinstance(self.mlp, HasNormedParts):
+            hidden, residual = self.mlp.inputs_of(stream)
+        else:
+            hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
         result = self.mlp(hidden, None, ctx)
