@@ -4,8 +4,8 @@ The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-for
 each token separately. The models of `engine/models` are stacks of these layers.
 
 Layers pass on the *residual stream*, to which every part adds its result. A `Stream` is a tensor
-[T, hidden_size], or one with a sum over all ranks still to be added (`PendingSum`); `summed` adds
-it.
+[T, hidden_size], or one with results still to be added, such as a sum over all ranks
+(`PendingSum`); `summed` adds them.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class HasNormedParts(Protocol):
 
     @property
     def normed_parts(self) -> list[tuple[object, RMSNorm]]: ...
+
+    def inputs_of(self, stream: Stream) -> tuple[Any, Tensor]:
+        """Return what the parts read of the residual stream, and the stream with its pending sums
+        added."""
 
 
 class DecoderLayer(nn.Module):
@@ -156,7 +160,10 @@ class DecoderLayer(nn.Module):
             stream = summed(stream)[outputs.index]
         if self.mlp is None:
             return stream
-        hidden, residual = _normed(self.mlp_norm, stream)
+        if self.mlp_norm is None and isinstance(self.mlp, HasNormedParts):
+            hidden, residual = self.mlp.inputs_of(stream)
+        else:
+            hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
         result = self.mlp(hidden, None, ctx)

@@ -137,8 +137,8 @@ def _rms_norm(
     result = norm_of_rows(
         x.to(tl.float32), weight, mask, size, eps, weight_ptr.dtype.element_ty, CENTRED
     )
-    target = out_ptr + row * size + column
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+    result = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, result, mask=mask)
 
 
 @triton.jit

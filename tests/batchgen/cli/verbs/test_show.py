@@ -42,6 +42,8 @@ def test_rows_of_shards_and_journals_are_shown(stopped: Path, capsys: Printed) -
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = JobFolderReader(stopped).rows(["row_id", "sample_index"])
     assert rows == list(expected) and 8 < len(rows) < 80
+    assert show.main([str(stopped), "--rows", "9" * 20, "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
     assert show.main([str(stopped), "--rows", "0"]) == 0
     header = capsys.readouterr().out.splitlines()[0]
     assert f"out: failed, {len(rows)} of 80 answers ({len(rows) / 80:.0%}), " in header
