@@ -68,6 +68,11 @@ def frontier(table: ArmTable, x: str) -> Frontier:
         ConfigError: no arm has such a number, or none that can be compared.
     """
     scored = [(letter(at), row) for at, row in enumerate(table.rows) if row.score is not None]
+    if not scored:
+        raise ConfigError(
+            f"--x {x}: no arm has a score, so there is no chart: leave --x out, and grade the jobs "
+            "(batchgen grade OUT)"
+        )
     numbers = sorted({key for _, row in scored for key in row.arm.metrics})
     if x not in numbers:
         raise ConfigError(
