@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from batchgen.config.groups.config_keys import (
     GROUPS,
@@ -66,13 +66,20 @@ class Override:
         key = ".".join([self.group, *self.names[:1]])
         hint = Any if len(self.names) > 1 else declared_type(key)
         try:
-            return read_value(self.text, hint, escapes=has_escapes(key))
+            value = read_value(self.text, hint, escapes=has_escapes(key))
         except UnclearEscape as error:
             raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
             bare = _BARE_STEP.match(self.text)
             braces = f"; each step needs braces around it: [{{{bare[1]}: …}}]" if bare else ""
             raise ConfigError(f"{self.argument} cannot be read: {error}{braces}") from None
+        numeric = {int, float} & {hint, *get_args(hint)}
+        if numeric and isinstance(value, str) and "," in value:
+            raise ConfigError(
+                f"{self.argument}: a job has one value of {self.key}: add --multirun to run a job "
+                "for each value (the decimal sign is a point)"
+            )
+        return value
 
     def _clear_forms(self) -> str:
         """How to type a text with an escape that is ambiguous."""
