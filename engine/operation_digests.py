@@ -26,6 +26,7 @@ from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
 from batchgen.engine.layers.mixers import mamba2 as mamba_layer
 from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.parallel import tensor_parallel as streams
 
 _OPERATIONS = 256
 """The most operations of a model that are watched."""
@@ -34,6 +35,7 @@ _OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None
     (linear_layer, "add_linear_", None, None),
     (norm_layer, "rms_norm", "norm", None),
     (norm_layer, "rms_norm_of_sum", "sum and norm", None),
+    (streams, "add_post_norm", "sum of norms", lambda match: match[0]),
     (mlp_layer, "silu_and_mul", "silu", None),
     (attention_layer, "prepare_qkv", "rotary", None),
     (attention_layer, "paged_attention", "attention", None),

@@ -139,7 +139,7 @@ class Requests:
         rope_offset = border if len(prompt) + len(scored) > border else 0
         seq = Sequence(
             request_id, prompt + scored, params, rule, columns, len(scored), spans, never, adapter,
-            trajectory, turned_behind=rope_offset,
+            trajectory, rope_offset=rope_offset,
         )  # fmt: skip
         if params.pooling is not None:
             seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)

@@ -18,6 +18,7 @@ from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, all_keys, cho
 from batchgen.pipelines.run.pipeline_values import PIPELINE
 from batchgen.util.errors import ConfigError
 
+# The scripts. Words in one pair of braces are filled in by `completion_script`.
 _BASH = """\
 # batchgen: eval "$(batchgen --completion {shell})" in the start file of your shell
 {first}_batchgen() {{

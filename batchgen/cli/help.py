@@ -25,6 +25,7 @@ from batchgen.config.groups.config_keys import (
 from batchgen.pipelines.run.pipeline_values import PIPELINE
 from batchgen.util.errors import ConfigError
 
+# The most characters of a line.
 _WIDTH = 100
 _GROUPS = (*GROUPS, EXPERIMENT, PIPELINE)
 _USAGE = """\
@@ -38,6 +39,7 @@ batchgen runs a data set through a language model and writes every token to Parq
         output.dir=out
 
 The same command resumes a job that was stopped. Without arguments it runs a demo."""
+# What the overview says about values.
 _VALUES = r"""
 Text is taken as it is typed, so one level of quotes for the shell is enough:
     'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'

@@ -177,6 +177,7 @@ def run_hydra(options: Options) -> int:
     arguments = hydra_arguments(options, sweep)
     task = HydraTask(arguments, parent_of_jobs(arguments, options, sweep=sweep), trust)
     words = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
+    # The parent of the jobs' folders, if it is known in advance.
     parent = hydra_value(options.hydra, "hydra.sweep.dir")
     if sweep and parent is None:
         if task.parent_setting == "sweep.dir":
@@ -193,7 +194,7 @@ def run_hydra(options: Options) -> int:
             show_arms([(name, f"{parent}/{name}") for name in names if name])
         return code
     if sweep:
-        others = names[len(task.jobs) :]
+        others = names[len(task.jobs) :]  # they have not run, because a signal ended the sweep
         print(sweep_table([*task.jobs, *(SweepJob(name or ".", None) for name in others)]))
         ran = [(job.name, job.config.output.dir) for job in task.jobs if job.config is not None]
         show_arms(ran)

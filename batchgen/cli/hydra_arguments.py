@@ -65,10 +65,13 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
         sweep: whether arguments may list values.
     """
     varied = [argument for argument in options.overrides if sweep and swept(argument) is not None]
-    first = [_first(a) if a in varied else a for a in options.overrides]
+    # The first job of the sweep is composed, so that mistakes show before Hydra runs.
+    first = [_with_first_value(a) if a in varied else a for a in options.overrides]
     composed = compose_options(options, first)
     refuse_resolvers(_in_hydras_words(composed.groups), RESOLVERS_OF_HYDRA)
-    result = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
+    result = HydraArguments(
+        _fixed_arguments(options, first, varied), composed.groups["output"]["dir"]
+    )
     parts: list[list[str]] = []  # for each swept argument, its values as arguments of one job
     for argument in varied:
         text, typed = _swept_argument(argument)
@@ -88,7 +91,7 @@ def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) 
     folder = arguments.output_dir
     if arguments.varies("output.dir"):
         return ""
-    if folder == choice_values("output", "parquet")["dir"]:
+    if folder == choice_values("output", "parquet")["dir"]:  # the default: the user sets none
         if sweep:
             return "sweep.dir"
         return "run.dir" if hydra_value(options.hydra, "hydra.run.dir") is not None else ""
@@ -114,7 +117,7 @@ def hydra_argument(start: str, value: Any) -> str:
     """
     value = _in_hydras_words(value)
     argument = f"{start}={hydra_text(value)}"
-    try:
+    try:  # Hydra must read the same value back
         if OverridesParser.create().parse_override(argument).value() == value:
             return argument
     except HydraException:
@@ -148,7 +151,7 @@ def hydra_text(value: Any) -> str:
     return str(value)
 
 
-def _first(argument: str) -> str:
+def _with_first_value(argument: str) -> str:
     """Return a swept argument with its first value only."""
     override = swept(argument)
     assert override is not None
@@ -164,11 +167,11 @@ def _first(argument: str) -> str:
     return f"{argument.partition('=')[0]}={value.start}"
 
 
-def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
+def _fixed_arguments(options: Options, first: list[str], varied: list[str]) -> list[str]:
     """Return the choices and keys that are the same for all jobs, as Hydra's arguments.
 
     Args:
-        first: all arguments, swept ones with their first value.
+        first: the arguments of the first job: swept ones with their first value.
         varied: the swept arguments.
     """
     values, locations = job_file(options)

@@ -32,11 +32,13 @@ FLAGS = {
     "--experimental-rerun": "",
 }
 """Each option's help text; empty if the help does not list the option."""
+# Short option → long option.
 _SHORT = {
     **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"},
     **{"-p": "--package"},
     **{"-cp": "--config-path", "-cn": "--config-name", "-V": "--version"},
 }
+# Options with a value → what the value is, for messages.
 _WITH_VALUE = {
     **{"--cfg": "job", "--config-dir": "a folder", "--config-path": "a folder"},
     **{"--trust": "a job file, or a folder"},

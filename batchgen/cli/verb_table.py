@@ -42,6 +42,7 @@ class Verb:
     help: str
 
 
+# The verbs by name, in the order of `batchgen --help`.
 VERBS = {
     "init": Verb("batchgen.cli.verbs.init", "FILE", "write a commented job file"),
     "batch": Verb(

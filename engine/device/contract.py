@@ -51,13 +51,13 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def refuse_unkept(
-    device: torch.device, dtype: torch.dtype, ranks: int, *, reaching: bool, rejection: bool
+def check_deterministic(
+    device: torch.device, dtype: torch.dtype, ranks: int, *, peer_access: bool, rejection: bool
 ) -> None:
     """Raise ValueError if the setting `deterministic` is on, but a row would not keep its bits.
 
     Args:
-        reaching: whether all ranks' GPUs can write each other's memory.
+        peer_access: whether all ranks' GPUs can write each other's memory.
         rejection: whether drafts are verified by rejection sampling, so that tokens depend on the
             drafts.
     """
@@ -70,7 +70,7 @@ def refuse_unkept(
     elif dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         why = f"the model's dtype is {name}, and equal bits were only verified in bfloat16"
-    elif ranks > 1 and not reaching:
+    elif ranks > 1 and not peer_access:
         why = (
             f"tensor_parallel is {ranks}, and these GPUs cannot write each other's memory, so that "
             "NCCL adds up what they have, in an order of its own"

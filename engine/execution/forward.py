@@ -164,7 +164,7 @@ def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
 
 def _rope_positions(parts: Sequence[Part]) -> Tensor:
     """Return the positions at which rotary tables are read, [T] or [T, 3]."""
-    positions_of_parts = [part.inputs.turned_by for part in parts]
+    positions_of_parts = [part.inputs.rotary_positions for part in parts]
     if any(positions.dim() == 2 for positions in positions_of_parts):
         positions_of_parts = [
             p if p.dim() == 2 else p.unsqueeze(1).expand(-1, 3) for p in positions_of_parts

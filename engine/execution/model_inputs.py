@@ -2,7 +2,8 @@
 states.
 
 `prefill_inputs` and the strategies' `StepInputs` make `ModelInputs` from the scheduler's batches.
-`ModelRunner` passes them to the layers.
+`ModelRunner` passes them to the layers. Models with recurrent layers keep a *state* of each row in
+a *state slot*; a *snapshot* is a copy of a state for the prefix cache.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ModelInputs(Batched):
         return self.lora_slots.repeat_interleave(len(self.input_ids) // self.num_rows)
 
     @property
-    def turned_by(self) -> Tensor:
+    def rotary_positions(self) -> Tensor:
         """The rotary positions of the tokens, [T] or [T, 3]."""
         if self.rope_positions is not None:
             return self.rope_positions

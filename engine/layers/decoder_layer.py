@@ -4,8 +4,8 @@ The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-for
 each token separately. The models of `engine/models` are stacks of these layers.
 
 Layers pass on the *residual stream*, to which every part adds its result. A `Stream` is a tensor
-[T, hidden_size], or one with a sum over all ranks still to be added (`PendingSum`); `summed` adds
-it.
+[T, hidden_size], or one with results still to be added, such as a sum over all ranks
+(`PendingSum`); `summed` adds them.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class HasNormedParts(Protocol):
 
     @property
     def normed_parts(self) -> list[tuple[object, RMSNorm]]: ...
+
+    def inputs_of(self, stream: Stream) -> tuple[Any, Tensor]:
+        """Return what the parts read of the residual stream, and the stream with its pending sums
+        added."""
 
 
 class DecoderLayer(nn.Module):
@@ -156,19 +160,26 @@ class DecoderLayer(nn.Module):
             stream = summed(stream)[outputs.index]
         if self.mlp is None:
             return stream
-        hidden, residual = _normed(self.mlp_norm, stream)
+        if self.mlp_norm is None and isinstance(self.mlp, HasNormedParts):
+            hidden, residual = self.mlp.inputs_of(stream)
+        else:
+            hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
-        yielded: Tensor = norm.of_stream(self.mlp(hidden, None, ctx))[0]
-        whole = residual + yielded
-        if self.own_input is not None:
-            whole = self.own_input(whole, ctx, outputs)
-        if self.layer_scalar is None:
-            return whole
-        if self.canvas_scalar is None or not ctx.canvas_tokens:
-            return whole.mul_(self.layer_scalar)
-        whole[: ctx.canvas_tokens].mul_(self.canvas_scalar)
-        whole[ctx.canvas_tokens :].mul_(self.layer_scalar)
+        result = self.mlp(hidden, None, ctx)
+        # Canvases have a scalar of their own.
+        scalar = self.layer_scalar if self.canvas_scalar is None else None
+        if self.own_input is None:
+            stream = norm.add_to(residual, result, scalar)
+        else:
+            whole = summed(norm.add_to(residual, result))
+            stream = self.own_input(whole, ctx, outputs, scalar)
+        if self.canvas_scalar is None or self.layer_scalar is None:
+            return stream
+        whole, canvases = summed(stream), ctx.canvas_tokens
+        if canvases:
+            whole[:canvases].mul_(self.canvas_scalar)
+        whole[canvases:].mul_(self.layer_scalar)
         return whole
 
     def _mixed(
@@ -185,8 +196,7 @@ class DecoderLayer(nn.Module):
             return mixer(hidden, residual, cos_sin, ctx, outputs)
         mixed = mixer(hidden, None, cos_sin, ctx, outputs)
         chosen = residual if outputs is None else residual[outputs.index]
-        result: Tensor = chosen + norm.of_stream(mixed)[0]
-        return result
+        return norm.add_to(chosen, mixed)
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}

@@ -17,7 +17,7 @@ from batchgen.engine.layers.embedding import Embedding
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.placement import Placement
-from batchgen.engine.parallel.tensor_parallel import ALONE
+from batchgen.engine.parallel.tensor_parallel import ALONE, Stream
 from batchgen.kernels.layers.activation import gelu_and_mul
 
 
@@ -90,14 +90,19 @@ class LayerInput(nn.Module):
         self.projection = Linear(size, hidden_size, bias=False, where=where)
         self.norm = norm
 
-    def forward(self, stream: Tensor, ctx: ForwardContext, outputs: OutputTokens | None) -> Tensor:
-        """Return the stream with the layer's input added, [T, hidden_size], or [R, hidden_size] for
-        `outputs`."""
+    def forward(
+        self,
+        stream: Tensor,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+        scalar: Tensor | None,
+    ) -> Stream:
+        """Return the stream with the layer's input added, multiplied by `scalar` [1] if there is
+        one: [T, hidden_size], or [R, hidden_size] for `outputs`."""
         assert ctx.layer_inputs is not None
         inputs = ctx.layer_inputs[:, self._layer]
         if outputs is not None:
             inputs = inputs[outputs.index]
         # `gelu_and_mul` computes gelu(first half) · second half.
         gated = gelu_and_mul(torch.cat((self.gate(stream), inputs), 1))
-        added: Tensor = self.norm(self.projection(gated))
-        return stream + added
+        return self.norm.add_to(stream, self.projection(gated), scalar)

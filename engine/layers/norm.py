@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,13 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
-from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
+from batchgen.engine.parallel.tensor_parallel import (
+    PendingNorm,
+    PendingParts,
+    PendingSum,
+    Stream,
+    summed,
+)
 from batchgen.kernels.fp8.quantise import (
     FP8Rows,
     RoundedRows,
@@ -20,7 +26,8 @@ from batchgen.kernels.fp8.quantise import (
     rms_norm_both,
     rms_norm_quantised,
 )
-from batchgen.kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_of_sum
+from batchgen.kernels.layers.post_norm import MOST_READERS, Term
+from batchgen.kernels.layers.rms_norm import rms_norm, rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 
 
@@ -80,6 +87,9 @@ class RMSNorm(nn.Module):
         added."""
         if isinstance(stream, Tensor):
             return self(stream), stream
+        if isinstance(stream, PendingNorm):
+            (result,), x = norms_of_stream([self], stream)
+            return result, x
         if isinstance(stream, PendingParts):
             x, (parts, shared) = stream.rows, stream.take()
             if self._form is None:
@@ -91,15 +101,29 @@ class RMSNorm(nn.Module):
         rows = quantise_rows(normed, powers_of_two=self._form.powers_of_two)
         return RoundedRows(normed, rows) if self._keeps else rows, x
 
-    def add_to(self, residual: Tensor, stream: Stream) -> Tensor:
-        """Add the norm of a residual stream [T, size] to `residual` in place, and return this: on
-        one GPU in one launch, with the bits of `of_stream` and a sum in 16-bit dtypes."""
+    def add_to(self, residual: Tensor, stream: Stream, scalar: Tensor | None = None) -> PendingNorm:
+        """Add the norm of a part's result [T, size] to `residual` in place and multiply the sum by
+        `scalar` [1], both when the returned stream is read."""
+        if not isinstance(stream, PendingNorm):
+            return PendingNorm(residual, [self.term(stream)], self.eps, scalar=scalar)
+        assert self._form is None and stream.eps == self.eps
+        return PendingNorm(residual, stream.take(), self.eps, weight=self.weight, scalar=scalar)
+
+    def term(self, stream: Tensor | PendingSum | PendingParts) -> Term:
+        """Return the norm of a part's result [T, size] as a term of `add_post_norm`. A sum over
+        ranks is computed at once."""
         assert self._form is None
         if isinstance(stream, Tensor):
-            return add_rms_norm(residual, stream, self.weight, self.eps)
+            return Term(stream, self.weight)
         if isinstance(stream, PendingParts):
-            return add_rms_norm(residual, stream.rows, self.weight, self.eps, *stream.take())
-        return residual.add_(self.of_stream(stream)[0])
+            x = stream.residual if isinstance(stream.residual, Tensor) else None
+            return Term(x, self.weight, *stream.take())
+        return Term(stream.normed(self.weight, self.eps)[0], None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether results are in the dtype of the stream, and not in FP8."""
+        return self._form is None
 
     def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:
         """Let `forward` return results [T, size] in FP8; with `keep`, as `RoundedRows` (in both
@@ -121,6 +145,20 @@ class RMSNorm(nn.Module):
             return weight
         ordered = weight if self._order is None else weight[self._order]
         return ordered.to(self.weight.dtype) + self._shift
+
+
+def norms_of_stream(norms: Sequence[RMSNorm], stream: Stream) -> tuple[list[Any], Tensor]:
+    """Return several norms of a residual stream [T, size], each as `RMSNorm.of_stream`, and the
+    stream."""
+    joined: list[RMSNorm] = []
+    if isinstance(stream, PendingNorm):
+        eps = stream.eps
+        joined = [norm for norm in norms if norm.is_plain and norm.eps == eps][:MOST_READERS]
+        whole, results = stream.finish([norm.weight for norm in joined])
+    else:
+        whole, results = summed(stream), []
+    of_joined = iter(results)
+    return [next(of_joined) if norm in joined else norm(whole) for norm in norms], whole
 
 
 class CentredNorm(RMSNorm):

@@ -24,6 +24,7 @@ from batchgen.engine.loading.peft_files import NESTED, PREFIX, AdapterFile
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+"""The name of a factor; its groups are the module, `embedding_` if it is of one, and A or B."""
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 
 

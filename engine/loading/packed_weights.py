@@ -82,6 +82,7 @@ def _of_experts(
         return module_weight(last, values, parts, form)
     each = []
     for index, expert in enumerate(values):
+        # Tensors without an axis of experts are for all of them.
         tensors = {
             part: tensor[index] if tensor.dim() and len(tensor) == len(values) else tensor
             for part, tensor in parts.items()
@@ -91,6 +92,7 @@ def _of_experts(
         each.append(module_weight(last, expert, tensors, form))
     for kind in (Int4Weight, NVFP4Weight):
         if all(isinstance(weight, kind) for weight in each):
+            # Stack the codes of all experts, their scales, and so on.
             return kind(*map(torch.stack, zip(*each, strict=True)))
     plain = [weight if isinstance(weight, Tensor) else weight.dequantise() for weight in each]
     whole: Tensor = torch.stack(plain)

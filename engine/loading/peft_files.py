@@ -24,6 +24,7 @@ PREFIX = "base_model.model."
 NESTED = ".base_layer"
 """What PEFT appends to the name of a wrapped module, for the tensors of the module itself."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+"""The name of a factor; its groups are the module, and A or B."""
 _COPY = re.compile(r"(.+)\.base_layer\.weight")
 
 

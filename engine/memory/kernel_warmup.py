@@ -67,7 +67,7 @@ def _compile(index: int, plan: Plan) -> None:
     start_thread()
     try:
         try:
-            with Undone(torch.device("cuda", index)):
+            with ShapesOnly(torch.device("cuda", index)):
                 uses, config = plan()
         except ValueError:  # a user's mistake, which the engine itself will report
             return
@@ -84,9 +84,9 @@ def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
 
     All kernel launches are made, so the caller must keep them from running. Of layers that are
     built alike, only one takes part, because the others launch the same kernels. The models'
-    parameters must have been made inside `Undone` for their device, or be on it.
+    parameters must have been made inside `ShapesOnly` for their device, or be on it.
     """
-    with Undone(uses[0].model.device):
+    with ShapesOnly(uses[0].model.device):
         for use in uses:
             runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
             with _one_layer_of_each_kind(use.model):
@@ -127,7 +127,7 @@ def _kind(layer: nn.Module) -> Hashable:
     return tuple(modules), tuple(shapes), window
 
 
-class Undone(TorchFunctionMode):
+class ShapesOnly(TorchFunctionMode):
     """A mode in which operations on tensors of a device compute only shapes and dtypes.
 
     Tensors made on the device are really on `meta`, but report the device. Tensors that were on the
@@ -159,13 +159,13 @@ class Undone(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         handler = self._own.get(func)
-        options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
+        options = {name: self._on_meta(value) for name, value in (kwargs or {}).items()}
         options.pop("pin_memory", None)
         if handler is not None:
             return handler(*args, **options)
-        return func(*map(self._undone, args), **options)
+        return func(*map(self._on_meta, args), **options)
 
-    def _undone(self, value: Any) -> Any:
+    def _on_meta(self, value: Any) -> Any:
         """Replace the device by `meta`, and tensors on it by tensors on `meta`."""
         if isinstance(value, Tensor) and value.is_cuda:
             # Kept together with the tensor, so that no other tensor can get its id.
@@ -175,7 +175,7 @@ class Undone(TorchFunctionMode):
         if isinstance(value, torch.device) and value.type == self._device.type:
             return _META
         if type(value) in (list, tuple):
-            return type(value)(map(self._undone, value))
+            return type(value)(map(self._on_meta, value))
         return value
 
     def _device_of(self, x: Tensor) -> torch.device:
@@ -190,10 +190,10 @@ class Undone(TorchFunctionMode):
     def _item(self, x: Tensor, index: Any) -> Any:
         if isinstance(index, Tensor) and x.is_meta:
             return x.new_empty((*index.shape, *x.shape[1:]))
-        return self._undone(x)[self._undone(index)]
+        return self._on_meta(x)[self._on_meta(index)]
 
     def _cat(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-        first: Tensor = self._undone(tensors[0])
+        first: Tensor = self._on_meta(tensors[0])
         if not first.is_meta:
             return torch.cat(list(tensors), dim)
         shape = list(first.shape)
@@ -202,5 +202,5 @@ class Undone(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = (*x.shape[:-1], len(weight))
-        undone: Tensor = self._undone(x)
-        return undone.new_empty(shape) if undone.is_meta else F.linear(x, weight, bias)
+        on_meta: Tensor = self._on_meta(x)
+        return on_meta.new_empty(shape) if on_meta.is_meta else F.linear(x, weight, bias)

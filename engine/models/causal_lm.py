@@ -112,10 +112,10 @@ class Decoder(nn.Module):
                 stream = ctx.images.add(summed(stream), index)
             if index + 1 < len(self.layers):  # those of the last layer are recorded after the norm
                 stream = self._recorded(index + 1, stream, ctx)
-        if wanted is None and ctx.outputs is not None:
-            stream = summed(stream)[ctx.outputs.index]
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
+        if wanted is None and ctx.outputs is not None:
+            hidden = hidden[ctx.outputs.index]
         self._recorded(len(self.layers), hidden, ctx)
         return hidden
 

@@ -40,6 +40,7 @@ class Ministral3ForCausalLM(DenseForCausalLM):
             mlp_bias=False,
             rope=rope_from_parameters(parameters),
             layer_windows=common_windows(hf),
+            # Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / original⌋).
             query_scale=None if beta is None else QueryScale(beta, original),
         )
 

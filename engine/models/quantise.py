@@ -31,4 +31,5 @@ def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
         if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
             norm.quantise_result(form)
         if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:
+            # `keep`: the router also reads the result, and not in FP8.
             norm.quantise_result(form, keep=True)

@@ -32,7 +32,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        text = governed_text(hf)
+        text = governed_text(hf)  # with `tie_word_embeddings` of the top level
         refuse_sliding_window(text)
         rope, _ = partial_rope(text.rope_parameters, head_size(text), MROPE_KEYS)
         config = dense_config(

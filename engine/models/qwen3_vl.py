@@ -28,6 +28,7 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        # `governed_text`: the decoder's part, with `tie_word_embeddings` of the top level.
         return with_tower(hf, text_part(hf, decoder_config(governed_text(hf), cls)))
 
     @classmethod

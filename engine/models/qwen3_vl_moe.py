@@ -28,7 +28,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        text = governed_text(hf)
+        text = governed_text(hf)  # with `tie_word_embeddings` of the top level
         config = moe_config(_renormalised(text), decoder_config(text, cls))
         return with_tower(hf, text_part(hf, config))
 

@@ -7,12 +7,14 @@ divided; each rank has some of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.layers.post_norm import Term, add_post_norm
 from batchgen.kernels.layers.rms_norm import rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 
@@ -92,7 +94,45 @@ class PendingParts:
         return added
 
 
-Stream = Tensor | PendingSum | PendingParts
+class PendingNorm:
+    """A residual stream to which normed results of a layer's part are still to be added. The norms
+    that read the stream next are computed in the same launch (`add_post_norm`).
+
+    Args:
+        residual: [T, H], contiguous; overwritten with the sum. None: the terms are not for a
+            residual stream, but for the norm that follows (`RMSNorm.add_to`).
+        terms, weight, scalar: as for `add_post_norm`.
+        eps: of all norms in the sum.
+    """
+
+    def __init__(
+        self,
+        residual: Tensor | None,
+        terms: Sequence[Term],
+        eps: float,
+        *,
+        weight: Tensor | None = None,
+        scalar: Tensor | None = None,
+    ) -> None:
+        self._residual, self.eps, self._weight, self._scalar = residual, eps, weight, scalar
+        self._terms: Sequence[Term] | None = terms
+
+    def take(self) -> Sequence[Term]:
+        """Return and release the terms. May be called once, as `PendingParts.take`."""
+        assert self._terms is not None, "the terms have been added already"
+        terms, self._terms = self._terms, None
+        return terms
+
+    def finish(self, readers: Sequence[Tensor] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Add the terms. Returns the stream, and its norms with the weights `readers` (up to
+        `MOST_READERS`). May be called once."""
+        assert self._residual is not None, "a norm of the terms is still to be computed"
+        return add_post_norm(
+            self._residual, self.take(), self.eps, self._weight, self._scalar, readers
+        )
+
+
+Stream = Tensor | PendingSum | PendingParts | PendingNorm
 """A residual stream [T, H] between the parts of a model."""
 
 
@@ -100,6 +140,8 @@ def summed(stream: Stream) -> Tensor:
     """Return a residual stream [T, H] with its pending sums added."""
     if isinstance(stream, Tensor):
         return stream
+    if isinstance(stream, PendingNorm):
+        return stream.finish()[0]
     # The norms are computed as well, but not used.
     if isinstance(stream, PendingSum):
         ones = torch.ones_like(stream.partial[:1]).flatten()

@@ -104,7 +104,7 @@ class Sequence:
     # A number that is added to the rotary positions of all tokens, besides the shift of images. The
     # rotary tables have the angles of long rows (LongRoPE) at this offset
     # (`ModelConfig.rope_border`).
-    turned_behind: int = 0
+    rope_offset: int = 0
     batch_slot: int | None = None  # the slot in the `RunningBatch`, while the row runs
     lora_slot: int = 0  # the slot of the row's adapter, while the row runs; 0: none
     matcher: Matcher | None = None  # of a constrained row: has read the output so far
@@ -178,12 +178,12 @@ class Sequence:
     def prefix_root(self) -> bytes:
         """Bytes that rows must have in common, besides their tokens, to share cached blocks."""
         adapter = b"" if not self.adapter else b"lora %d" % self.adapter
-        return adapter + (b" long" if self.turned_behind else b"")
+        return adapter + (b" long" if self.rope_offset else b"")
 
     @property
     def rope_shift(self) -> int:
         """The rotary position of a token after all images, minus its index in the row."""
-        return self.turned_behind + rope_shift(self.spans)
+        return self.rope_offset + rope_shift(self.spans)
 
     def last_border(self, end: int) -> int:
         """Return the last position up to `end` where a prefill chunk may end: outside every image

@@ -126,11 +126,11 @@ def _rope_positions(
     """Make `ModelInputs.rope_positions` of rows that read the tokens from `starts` to `ends`."""
     # All images of a model have axes, or none has.
     has_axes = any(span.has_axes for seq in seqs for span in seq.spans[:1])
-    if not has_axes and not any(seq.turned_behind for seq in seqs):
+    if not has_axes and not any(seq.rope_offset for seq in seqs):
         return None
     if not has_axes:
         ranges = zip(seqs, starts, ends, strict=True)
-        parts = [np.arange(start, end) + seq.turned_behind for seq, start, end in ranges]
+        parts = [np.arange(start, end) + seq.rope_offset for seq, start, end in ranges]
         return upload(np.concatenate(parts), torch.int64, device)
     rows = zip(seqs, starts, ends, strict=True)
     parts = [rope_positions(seq.spans, start, end) for seq, start, end in rows]

@@ -235,7 +235,7 @@ def _attend_unit(
         sum1 = tl.zeros([QUERIES_PAD, DIM_PAD // 4], tl.float32)
         sum2 = tl.zeros([QUERIES_PAD, DIM_PAD // 4], tl.float32)
         sum3 = tl.zeros([QUERIES_PAD, DIM_PAD // 4], tl.float32)
-    kept = queries.dtype
+    kept = queries.dtype  # the dtype of the products' operands
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
     # The loop sums weights for each place in a tile, and the places are added once at the end,
     # because adding across a tile needs an exchange between warps.
@@ -273,7 +273,7 @@ def _attend_unit(
             keys = keys.to(kept)
             if not IN_WORDS:
                 values = convert_fp8(values, kept, INTERPRETED)
-        weights_to = values.dtype
+        weights_to = values.dtype  # the dtype that weights are rounded to
         # Triton's interpreter would multiply the bits of bfloat16 as integers. Products of float32
         # copies equal those on a GPU.
         if INTERPRETED:

@@ -49,23 +49,6 @@ def rms_norm_of_sum(
     return rms_norm_reference(x, weight, eps)
 
 
-def add_rms_norm(
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    parts: Tensor | None = None,
-    shared: SharedPart | None = None,
-) -> Tensor:
-    """Compute residual + `rms_norm` of x, both [T, D], or of x with `parts` as `rms_norm_of_sum`
-    adds them. The norm is rounded before it is added. The result is written over the residual."""
-    if x.is_cuda:
-        return rms_norm_triton(x, weight, eps, parts, shared, residual=residual)
-    if parts is not None:
-        add_parts_reference(x, parts, shared)
-    return residual.add_(rms_norm_reference(x, weight, eps))
-
-
 def add_parts_reference(x: Tensor, parts: Tensor, shared: SharedPart | None) -> None:
     """Add the parts and the shared expert's result to x in place, as `rms_norm_of_sum` does, in
     PyTorch."""
@@ -83,25 +66,30 @@ def rms_norm_triton(
     shared: SharedPart | None = None,
     *,
     centred: bool = False,
-    residual: Tensor | None = None,
 ) -> Tensor:
-    """`rms_norm` in one launch, or `rms_norm_of_sum` if there are parts, or `add_rms_norm`."""
-    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    """`rms_norm` in one launch, or `rms_norm_of_sum` if there are parts."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_parts, *strides = sizes_of_parts(x, parts, shared)
     values, gate = shared or (None, None)
     x = _three_axes(x)
     outer, inner, size = x.shape
-    block = triton.next_power_of_2(size)
-    rows = max(1, _TILE // block)
+    rows, block, num_warps = norm_tile(size)
     _rms_norm[(triton.cdiv(outer * inner, rows),)](
         x, parts, values, gate, weight, out, x.stride(0), x.stride(1), *strides, outer * inner,
-        inner, size, eps, PARTS=num_parts, CENTRED=centred, ADD=residual is not None, ROWS=rows,
-        BLOCK=block,
-        # A thread makes two 16-byte accesses of 2-byte elements; in rows over 8192, more than two.
-        num_warps=min(16, max(2, rows * block // 512)),
+        inner, size, eps, PARTS=num_parts, CENTRED=centred, ROWS=rows, BLOCK=block,
+        num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+def norm_tile(size: int) -> tuple[int, int, int]:
+    """Return how many rows of `size` values a program takes, a power of two of at least `size`, and
+    the warps of a program. All kernels with norms of whole rows add up squares in the same order if
+    they use these."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, _TILE // block)
+    # A thread makes two 16-byte accesses of 2-byte elements; in rows over 8192, more than two.
+    return rows, block, min(16, max(2, rows * block // 512))
 
 
 def sizes_of_parts(
@@ -129,11 +117,10 @@ def _three_axes(x: Tensor) -> Tensor:
 def _rms_norm(
     x_ptr, parts_ptr, shared_ptr, gate_ptr, weight_ptr, out_ptr, x_outer, x_inner, part_stride,
     parts_row, num_rows, inner, size, eps,
-    PARTS: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program normalises ROWS rows. Parts, if any, are first added to x[r // inner, r %
-    inner]. With ADD the norm is added to what `out_ptr` has."""
+    inner]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)
@@ -147,14 +134,18 @@ def _rms_norm(
         )  # fmt: skip
         x = (total + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(source, x, mask=mask)
-    x = x.to(tl.float32)
+    result = norm_of_rows(
+        x.to(tl.float32), weight, mask, size, eps, weight_ptr.dtype.element_ty, CENTRED
+    )
+    result = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, result, mask=mask)
+
+
+@triton.jit
+def norm_of_rows(x, weight, mask, size, eps, dtype: tl.constexpr, CENTRED: tl.constexpr):
+    """Return the norm of rows x [ROWS, BLOCK] in float32, rounded to `dtype` before it is
+    multiplied by the weight."""
     if CENTRED:
         x = tl.where(mask, x - (tl.sum(x, axis=1) / size)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
-    normed = (x * scale[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
-    result = (normed * weight).to(out_ptr.dtype.element_ty)
-    target = out_ptr + row * size + column
-    if ADD:
-        residual = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        result = (residual + result.to(tl.float32)).to(out_ptr.dtype.element_ty)
-    tl.store(target, result, mask=mask)
+    return (x * scale[:, None]).to(dtype).to(tl.float32) * weight

@@ -153,6 +153,8 @@ def _conv_prefill(
     if count <= 0:
         return
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The channels that are read of the window: none at a row's beginning. Here and below, loads are
+    # masked by a number of channels that is 0 where nothing is loaded.
     kept = tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
     window = window_ptr + tl.load(slots_ptr + row) * window_stride + channel
     weights = ()

@@ -16,7 +16,7 @@ def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr):
     """Return the row that a chunk belongs to, and the chunk's number in that row.
 
     Row r has the chunk indices from starts[r] // CHUNK + 2 · r on; some or all of them may have no
-    tokens.
+    tokens. The 2 · r leave room for a partial chunk at both ends of each row before it.
     """
     owner = tl.full((), -1, tl.int32)
     for begin in range(0, num_rows, _ROWS):

@@ -91,6 +91,7 @@ class Mixers(NamedTuple):
 
 
 def mixers(config: ModelConfig) -> Mixers:
+    """Add up the mixers of a model's layers, by the kind of model."""
     family, size = config.family_as(DenseConfig), config.hidden_size
     if isinstance(family, LatentConfig):
         return _latent_mixers(config, family.latent)

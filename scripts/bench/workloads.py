@@ -122,7 +122,7 @@ def bare_model(
     quantization: Quantization | None = None,
 ) -> CausalLM:
     """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
-    `Undone` for a GPU."""
+    `ShapesOnly` for a GPU."""
     model_type = model_class(config.architecture, Path())
     form = chosen_form(config, quantization, Units(fp8=True, four_bits=True))
     return model_type(config, device=device, dtype=torch.bfloat16, form=form)

@@ -53,7 +53,7 @@ from workloads import bare_model, model_config
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.loading.loader import Quantization
-from batchgen.engine.memory.kernel_warmup import Undone, warm_up
+from batchgen.engine.memory.kernel_warmup import ShapesOnly, warm_up
 from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.kernels.compile_ahead import compiling_ahead
@@ -158,9 +158,9 @@ def pretend(capability: int) -> None:
 def plan(
     name: str, device: torch.device, quantization: Quantization | None
 ) -> tuple[ModelUse, ResolvedConfig]:
-    """Make a model of `shapes.MODELS`, and the settings of an engine for it. In the mode `Undone`,
+    """Make a model of `shapes.MODELS`, and the settings of an engine for it. In `ShapesOnly`,
     its parameters have shapes and no values, so they need no GPU."""
-    with Undone(device):
+    with ShapesOnly(device):
         model = bare_model(model_config(name), device, quantization=quantization)
         strategy = DLLMStrategy(block_length=4) if "sdar" in name else ARStrategy()
         uses, config = planned_uses(model, {}, strategy, EngineConfig(), ())
@@ -171,8 +171,8 @@ def plan(
 @torch.inference_mode()
 def run_all(use: ModelUse, config: ResolvedConfig) -> None:
     """Run every forward that an engine runs at start-up, with all layers of the model. In the mode
-    `Undone` operations compute only shapes, so all that happens is that launches compile."""
-    with Undone(use.model.device):
+    `ShapesOnly` operations compute only shapes, so all that happens is that launches compile."""
+    with ShapesOnly(use.model.device):
         runner = scratch_runner(use, config)
         largest_prefill(runner, use, config)
         largest_decode(runner, use, config)

@@ -1,5 +1,5 @@
 """The proposer `mtp`: drafts with the model's own head for multi-token prediction (MTP), which
-reads the target's hidden states."""
+reads the target's hidden states. Methods without a docstring are those of `Proposer`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The state of speculative decoding between steps: the newest token of each row, and the *token
 store*, which holds all tokens of the rows and the n-gram index for drafts. `ARSpecStrategy` owns
-it."""
+it. Methods without a docstring are those of `StepInputs`."""
 
 from __future__ import annotations
 

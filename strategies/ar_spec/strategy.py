@@ -1,5 +1,6 @@
 """The strategy `ar_spec`: speculative decoding (Leviathan et al. 2023). A proposer drafts tokens
-for each row, and one forward of the target verifies them all."""
+for each row, and one forward of the target verifies them all. The engine calls the methods of
+`Strategy`, where those without a docstring here are described."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The state of canvas diffusion between steps: each row has a canvas of random tokens, which is
 denoised until its answer is stable and then becomes part of the context. `CanvasStrategy` owns
-it."""
+it. Methods without a docstring are those of `StepInputs`."""
 
 from __future__ import annotations
 

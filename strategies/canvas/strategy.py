@@ -1,5 +1,6 @@
 """The strategy `canvas`: diffusion over canvases without masks (DiffusionGemma, Google 2026). All
-tokens of a canvas are denoised together, starting from random ones."""
+tokens of a canvas are denoised together, starting from random ones. The engine calls the methods of
+`Strategy`, where those without a docstring here are described."""
 
 from __future__ import annotations
 

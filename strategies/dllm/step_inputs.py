@@ -2,7 +2,7 @@
 then a commit forward makes its KV final. `DLLMStrategy` owns it.
 
 In this file, a block is a block of L positions that are decoded together, except in "block table",
-which names the blocks of the paged cache.
+which names the blocks of the paged cache. Methods without a docstring are those of `StepInputs`.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ class DLLMStepInputs(StepInputs):
         return known, self.rules.edited(known, drawn)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
-        """Return the blocks after the given rows [B] bool have begun their next block, in which all
-        positions are masked. A row stays in the last block that it can have, which stays complete:
-        the row ends when the host reads the step."""
+        """Return the blocks after the rows `rows` [B] bool have begun their next block, in which
+        all positions are masked. A row stays in the last block that it can have, which stays
+        complete: the row ends when the host reads the step."""
         rows = rows & (blocks.starts < blocks.last_starts)
         masked = blocks.masked | rows.unsqueeze(1)
         if self._shifted:

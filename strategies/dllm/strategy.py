@@ -1,5 +1,6 @@
 """The strategy `dllm`: block diffusion (SDAR, Cheng et al. 2025). Blocks of tokens are generated
-one after another, and the tokens of a block in any order."""
+one after another, and the tokens of a block in any order. The engine calls the methods of
+`Strategy`, where those without a docstring here are described."""
 
 from __future__ import annotations
 
@@ -265,28 +266,32 @@ class DLLMStrategy(Strategy):
         """
         state = self.step_inputs
         blocks, length = state.blocks, self._length
-        decided = decide_writes(state, output, guide, lambda mask: self._draw(output, mask))
-        unmasked, guided, conflicts = decided.writes.unmasked, decided.guided, decided.conflicts
-        failed = decided.drawn.failed.view(-1, length)
+        decisions = decide_writes(state, output, guide, lambda mask: self._draw(output, mask))
+        unmasked, guided, conflicts = (
+            decisions.writes.unmasked,
+            decisions.guided,
+            decisions.conflicts,
+        )
+        failed = decisions.drawn.failed.view(-1, length)
         broken = (failed & blocks.masked).any(1)
         if self._shifted:
             broken |= failed[:, 0] & blocks.complete
-        known = state.write(
-            decided.writes,
-            decided.columns(state),
+        outcome = state.write(
+            decisions.writes,
+            decisions.columns(state),
             last_commits=self._fused and not self._yields_final,
         )
         if self._yields_final:
-            rows, known = state.final.rows, state.final
+            yielded, outcome = state.final.rows, state.final
             # A forward has then read all known tokens of the block, and every later one reads them,
             # too.
             conflicts = None if conflicts is None else conflicts & ~unmasked.any(1)
         else:
-            rows = known.rows & ~broken
+            yielded = outcome.rows & ~broken
         # The tokens that a block yields begin after those of the prompt.
-        offsets = torch.arange(length, device=known.prompt_tokens.device)
-        order = (known.prompt_tokens.unsqueeze(1) + offsets).clamp(max=length - 1)
-        num_tokens = torch.where(rows, length - known.prompt_tokens, 0)
+        offsets = torch.arange(length, device=outcome.prompt_tokens.device)
+        order = (outcome.prompt_tokens.unsqueeze(1) + offsets).clamp(max=length - 1)
+        num_tokens = torch.where(yielded, length - outcome.prompt_tokens, 0)
         if conflicts is not None:
             # A row with a conflict ends with the known tokens at the beginning of its block.
             first = (~blocks.masked | unmasked).cumprod(1).sum(1)
@@ -294,11 +299,11 @@ class DLLMStrategy(Strategy):
             num_tokens = torch.where(conflicts, first - blocks.prompt_tokens, num_tokens)
         step = StepOutput(
             num_tokens=num_tokens.int(),
-            token_ids=known.token_ids.gather(1, order),
+            token_ids=outcome.token_ids.gather(1, order),
             failed=broken,
-            columns={name: ordered(v, order) for name, v in known.columns.items()},
+            columns={name: ordered(v, order) for name, v in outcome.columns.items()},
             observed={
-                DENOISED: known.denoised,
+                DENOISED: outcome.denoised,
                 ALONE: state.complete,
                 LACKING: state.lacking_commit,
             },
@@ -308,7 +313,7 @@ class DLLMStrategy(Strategy):
         ended = broken if conflicts is None else broken | conflicts
         return step.with_counts(
             **count_forwards(
-                blocks, known, rows, ended, guided, fused=self._fused, late=self._yields_final
+                blocks, outcome, yielded, ended, guided, fused=self._fused, late=self._yields_final
             )
         )
 

@@ -37,6 +37,7 @@ TokenizedPrompt = tuple[list[int], Sequence[RowImage]]
 """The token ids of a prompt, and its loaded images."""
 
 _KINDS = "a text, a list of token ids or a list of messages {role, content}"
+# Keys of a mapping that hold a prompt, and the key that may be beside them.
 _WRAPPED = ("prompt", "prompt_token_ids")
 _BESIDE = "multi_modal_data"
 
@@ -191,6 +192,7 @@ class PromptIds:
             raise ValueError(str(error).removeprefix("prompt.")) from None
 
 
+# `ChatPrompt` reads rows; a call's messages are put under this column of a row.
 _COLUMN = "messages"
 NO_IMAGES = (
     "the prompt has images, and this LLM reads none: it needs a model that does, such as Qwen3-VL, "

@@ -30,6 +30,7 @@ class NamesAdapter(Protocol):
 AdapterName = str | NamesAdapter | None
 """The LoRA adapter for all prompts of a call: its name, or an object that names it."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
+# vLLM's names that have no single key of EngineConfig with the same meaning.
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
 _ENGINE_NAMES = KeywordNames("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
 

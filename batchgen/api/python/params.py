@@ -16,6 +16,7 @@ from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 
 NO_LIMIT = 2**31 - 1
 """The `max_new_tokens` that None stands for; no model has as many positions."""
+# The types and the defaults of the parameters of a request, by name.
 _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
 _NAMES = KeywordNames("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])

@@ -1,4 +1,8 @@
-"""The verb `batchgen clean OUT`: deletes the folders of older versions of a pipeline's steps."""
+"""The verb `batchgen clean OUT`: deletes the folders of older versions of a pipeline's steps.
+
+A pipeline is a chain of jobs, its steps. When the configuration of a step changes, its rows go to a
+new folder, and the folder of the older version stays until this verb deletes it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The verb `batchgen export OUT`: writes the rows of a job as files for other programs, in constant
-memory."""
+"""The verb `batchgen export OUT`: writes the rows of a job, or of a set (rows that `select` has
+chosen), as files for other programs, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The verb `batchgen push DIR USER/SET`: pushes a job's folder, or the folder of a set, to a data
-set on the hub."""
+"""The verb `batchgen push DIR USER/SET`: pushes a job's folder, or the folder of a set (rows that
+`batchgen select` has chosen), to a data set on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The verb `batchgen select OUT… --out DIR`: writes a new set with chosen rows of complete jobs."""
+"""The verb `batchgen select OUT… --out DIR`: writes a new set with chosen rows of complete jobs.
+
+A *set* is a folder with a table of rows, and a record of the jobs that they come from. Other jobs
+and `batchgen export` can read it.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ later."""
 from __future__ import annotations
 
 import difflib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     chosen = of_sample(view.rows(), args.sample)
     limit = args.rows if args.rows is not None or args.json else SHOWN_ROWS
-    num_printed = view.print(islice(chosen, limit))
+    num_printed = view.print(islice(chosen, None if limit is None else min(limit, sys.maxsize)))
     if args.json:
         return 0
     if next(chosen, None) is not None:

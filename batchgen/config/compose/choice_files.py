@@ -13,6 +13,7 @@ from hydra.plugins.config_source import ConfigResult
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
 from batchgen.util.text.plain_yaml import MOST_BYTES, load_yaml
 
+# The scheme of the URLs by which Hydra finds `PlainFiles`: plain:///FOLDER.
 _SCHEME = "plain"
 
 

@@ -1,4 +1,5 @@
-"""Infers the choice of a group from the keys that the user sets in it."""
+"""Infers the choice of a group from the keys that the user sets in it: `model.path=m` means
+`model=hf`. `compose_config.py` and `user_values.py` use `inferred_choice`."""
 
 from __future__ import annotations
 

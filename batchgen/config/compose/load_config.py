@@ -1,5 +1,9 @@
 """Turns composed groups into a JobConfig with checked types and ranges, and a JobConfig back into
-plain values."""
+plain values.
+
+    load_config({"model": {"path": "m"}, "sampling": {"n": 4}, …}, trust)  →  JobConfig
+    resolved(config)  →  {"model": {"path": "m", "dtype": "auto", …}, …}
+"""
 
 from __future__ import annotations
 

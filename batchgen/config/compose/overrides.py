@@ -1,4 +1,7 @@
-"""Parses the arguments `key=value` of the command line, and explains wrong ones."""
+"""Parses the arguments `key=value` of the command line, and explains wrong ones.
+
+`+model.x=1`  →  Override("+model.x=1", sign="+", key="model.x", text="1")
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from batchgen.util.errors import ConfigError
 WORKER = "worker"
 """The short key of `workers.name`, as in `+worker=3`. It is not a group."""
 _WORKER_NAME = "workers.name"
+# Groups: the sign, the key, and the text after `=`.
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
 _BARE_STEP = re.compile(r"\s*\[\s*(\w+):\s*\{")
 """A list whose first step lacks the braces around its name and options."""

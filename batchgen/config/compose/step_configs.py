@@ -1,5 +1,8 @@
 """Reads the steps of `rows` and `post`, and classes with options, from plain values;
-`load_config.py` calls it."""
+`load_config.py` calls it.
+
+    [{"Filter": {"where": "x > 1"}}]  →  (StepConfig(target="Filter", options={"where": "x > 1"}),)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The names of adapters in a configuration, and which of them the rows of a job use."""
+"""The names of LoRA adapters in a configuration, and which of them the rows of a job use.
+
+["a/math", "user/lora@v2"]  →  {"math": "a/math", "lora": "user/lora@v2"}
+"""
 
 from __future__ import annotations
 

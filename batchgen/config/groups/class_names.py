@@ -76,6 +76,7 @@ _FIRST_PATHS = {
 }
 """Short name → import path, below `batchgen.`, in version 0.1.0, whose folders and files are still
 read. It never changes; later classes are not in it."""
+# Short name → import path; and import path in any version → short name.
 _PATHS = {
     name: path.replace(":", ".") for classes in CLASSES.values() for name, path in classes.items()
 }

@@ -1,4 +1,8 @@
-"""The groups, choices and keys that exist, the types of their values, and suggestions for typos."""
+"""The groups, choices and keys that exist, the types of their values, and suggestions for typos.
+
+A *group* is a part of a job's configuration, such as `model`. Its *choices* are the files of
+conf/GROUP/ (`model=hf`), each with keys and defaults (`model.path`).
+"""
 
 from __future__ import annotations
 

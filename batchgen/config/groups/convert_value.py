@@ -18,6 +18,7 @@ T = TypeVar("T")
 MISSING = "???"
 """The value in a configuration file that the user must replace; OmegaConf has the same mark."""
 
+# Type → its name in messages.
 _SCALARS = {
     int: "an integer",
     float: "a number",

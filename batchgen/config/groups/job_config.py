@@ -41,6 +41,7 @@ from batchgen.util.errors import ConfigError
 
 _MOST_IN_SHARD = 1_000_000_000
 """The most answers of a shard: a running job keeps a flag in memory for each of them."""
+# The column with the parsed JSON of an answer.
 PARSED = "parsed"
 _PER_TOKEN = ("logprobs", "top_logprobs")
 COMMON_COLUMNS = (*_PER_TOKEN, "prompt_token_ids", PARSED)

@@ -1,4 +1,8 @@
-"""Reads the sampling options that a model recommends, from its generation_config.json."""
+"""Reads the sampling options that a model recommends, from its generation_config.json.
+
+With `sampling=model`, the keys of the group `sampling` are null, and the model's values replace
+them: {"temperature": None} becomes {"temperature": 0.6}.
+"""
 
 from __future__ import annotations
 

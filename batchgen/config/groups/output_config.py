@@ -1,5 +1,5 @@
-"""The configuration groups `output`, `progress` and `score`: what a job writes, shows and
-scores."""
+"""The configuration groups `output`, `progress` and `score`: what a job writes, shows and scores.
+The files in conf/ explain the keys."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+# An escape in double quotes; its groups are hex digits of \u, hex digits of \x, or a letter.
 _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"\\/]))')
 _MEANINGS = {"n": "\n", "t": "\t", "r": "\r"}
 _NAMES = {"n": "the end of a line", "t": "a tab", "r": "a carriage return"}
@@ -27,7 +28,9 @@ _INTEGER = re.compile(r"[+-]?\d(_?\d)*")
 _NUMBER = re.compile(
     r"[+-]?((\d(_?\d)*\.?(\d(_?\d)*)?|\.\d(_?\d)*)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE
 )
+# Words without quotes that are values.
 _WORDS = {"true": True, "false": False, "null": None}
+# A reference to another key: ${KEY}.
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _BARE = {

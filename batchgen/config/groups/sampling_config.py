@@ -1,4 +1,5 @@
-"""The configuration group `sampling`: how tokens are chosen, and how many samples a row has."""
+"""The configuration group `sampling`: how tokens are chosen, and how many samples a row has. The
+files conf/sampling/*.yaml explain the keys."""
 
 from __future__ import annotations
 

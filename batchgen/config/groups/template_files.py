@@ -1,10 +1,12 @@
-"""Reads the templates of prompts, which a configuration gives as text or as files."""
+"""Reads the templates of prompts, which a configuration gives as text or as files, for
+`prompt_config.py`."""
 
 from __future__ import annotations
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
+# The most characters that a path can have on Linux.
 _LONGEST_NAME = 4096
 
 

@@ -1,5 +1,5 @@
 """The configuration groups `workers` and `budget`: how workers notice each other, and when all of
-them stop."""
+them stop. A worker is a process that runs the job's command; several can work on one job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from batchgen.util.errors import ConfigError
 
+# A week.
 _MOST_SECONDS = 7 * 86_400
+# The keys of `budget` that stop a job; `price_per_hour` is only the price of a device.
 LIMITS = ("tokens", "minutes", "gpu_hours", "price")
 
 

@@ -17,6 +17,7 @@ from batchgen.util.shorten import some_names
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# The most arms that the values of a column may make.
 _MOST_VALUES = 200
 
 

@@ -1,5 +1,6 @@
 """A chart of the arms' scores over another of their numbers, such as tokens_per_forward (`batchgen
-compare --x`)."""
+compare --x`). An *arm* is one line of a comparison: a job, or jobs that differ only in their
+seed."""
 
 from __future__ import annotations
 
@@ -67,6 +68,11 @@ def frontier(table: ArmTable, x: str) -> Frontier:
         ConfigError: no arm has such a number, or none that can be compared.
     """
     scored = [(letter(at), row) for at, row in enumerate(table.rows) if row.score is not None]
+    if not scored:
+        raise ConfigError(
+            f"--x {x}: no arm has a score, so there is no chart: leave --x out, and grade the jobs "
+            "(batchgen grade OUT)"
+        )
     numbers = sorted({key for _, row in scored for key in row.arm.metrics})
     if x not in numbers:
         raise ConfigError(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from batchgen.evals.scores.asked_prompts import JobExam
 
+# The seed in the name of a sweep's job: `,sampling.seed=1`.
 _SEED_OF_NAME = re.compile(rf",?\b{re.escape(SEED)}=[^,]*")
 
 

@@ -1,4 +1,9 @@
-"""Facts about jobs that a comparison shows next to scores: settings, metrics, and when they ran."""
+"""Facts about jobs that a comparison shows next to scores: settings, metrics, and when they ran.
+`job_arms.py` uses them.
+
+    config {"sampling": {"n": 4}}        →  settings {"sampling.n": "4"}
+    metrics {"rows": 8, "counts": {…}}   →  numbers {"rows": 8.0, "counts.num_forwards": 90.0, …}
+"""
 
 from __future__ import annotations
 

@@ -24,12 +24,15 @@ from batchgen.evals.math.same import MOST_CHARACTERS
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# An integer in its shortest form: `-18`.
 _SHORT_INTEGER = re.compile(r"-?[1-9][0-9]*|0")
+# An integer of any length, with a sign and leading zeros.
 _SIGNED_DIGITS = re.compile(r"([+-]?)0*([1-9][0-9]*)")
 _WRITTEN_INTEGER = re.compile(r"([+-]?)(?:\\?\$ ?)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
 """An integer as most answers write it, read without the parser of formulas: `$1,000.00`. Groups:
 sign, and digits with commas."""
 _NO_DIGIT = re.compile(r"\D*")
+# A single letter: `B`, `(B)`, `B.`.
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
 _LETTER_FIRST = re.compile(

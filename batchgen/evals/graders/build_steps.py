@@ -1,5 +1,9 @@
 """Makes the steps that a configuration names in `post`, and those of `rows` that add columns, and
-checks them."""
+checks them.
+
+Steps of `post` make columns of finished rows, such as their marks; steps of `rows` make columns
+before the prompt. Jobs call the checks before they load a model, so that mistakes show early.
+"""
 
 from __future__ import annotations
 

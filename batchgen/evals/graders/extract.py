@@ -45,6 +45,7 @@ part of a word or of a version number. `_SPACED` is a number with spaces between
 plain space only before 0xx, because `3 500` may be two numbers."""
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 """A key or a position in a path: `.a` or `[0]`."""
+# A fenced block of JSON in a text.
 _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
 
 

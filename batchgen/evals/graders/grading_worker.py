@@ -22,7 +22,9 @@ from typing import Any
 
 from batchgen.evals.graders.step import GradeFailure
 
+# The message of a process that has prepared, before any result.
 READY = "ready"
+# The number of the option of prctl(2) by which the parent's death sends a signal.
 _PR_SET_PDEATHSIG = 1
 
 

@@ -1,5 +1,8 @@
 """The post step `Instructions`, which checks whether a response follows the instructions of its
-prompt."""
+prompt.
+
+    instruction_id_list ["punctuation:no_comma"], kwargs [{}], text "Yes, sir"  →  mark 0.0
+"""
 
 from __future__ import annotations
 

@@ -20,17 +20,21 @@ _BRACES = re.compile(
 )
 """What matters for nested boxes: the command and opening brace of a box (`open`), a box without
 braces (`bare`), an escaped character, and any other brace."""
+# A box without braces in it.
 _ONE_BOX = re.compile(r"\\boxed\s*\{([^{}\\]*)\}")
+# Commands of size, spaces, and fonts with their argument.
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
 _FONTS = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
 )
+# A number in digits: `-1,000.5`, `3/4`.
 _NUMBER = re.compile(
     r"(?P<sign>[+-]*)(?P<whole>\d{1,3}(?:[ ,_']\d{3})+|\d+)?(?:\.(?P<decimals>\d*))?"
     r"(?:/(?P<below>\d+))?",
     re.A,
 )
+# A fraction: `\frac{3}{4}`, `\frac34`.
 _FRACTION = re.compile(
     r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A
 )

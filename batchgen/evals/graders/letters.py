@@ -177,11 +177,13 @@ def _lists_choices(text: str, first: re.Match[str], patterns: _Patterns) -> bool
 def _patterns(letters: str) -> _Patterns:
     """The patterns for letters such as "ABCD"."""
     small = letters.lower()
-    # `joined` and `listed` recognise a second letter ("A, B"), so that neither counts.
+    # `joined`, a letter and `listed` are a second letter ("A, B"), with which neither counts.
     joined = r"\s{0,4}(?:\)?\s{0,4}(?:[,;/&、和或]|and\b|or\b)\s{0,4}\(?)"
     listed = r"(?=[\s.,;)*\]}$]{0,4}(?:\n|and\b|or\b|\Z|[,;)]))"
+    # A capital letter that is a word, but not the I of "I think".
     large = rf"[{letters}](?![A-Za-z0-9'])(?<!I(?=\s[a-z]))(?!{joined}[{letters}]{listed})"
-    # A small letter can be an article or a variable.
+    # A small letter can be an article or a variable. It counts at the end of a line or clause, and
+    # if it is not a or i also before other words.
     line_end = r"(?=\)|[*.\]}$]{0,4}\s{0,4}(?:\n|\Z))"
     clear = "".join(letter for letter in small if letter not in "ai")
     small_word = rf"[{small}](?:{line_end}|(?=[.,;:!]\s))(?!{joined}[{small}]{listed})"

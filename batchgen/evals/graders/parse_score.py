@@ -17,9 +17,12 @@ from batchgen.evals.graders.latex import Span, latex_number
 from batchgen.evals.graders.step import MARK, AnswerRow, Column, GradeFailure, TextStep, num_groups
 from batchgen.util.errors import ConfigError
 
+# A word for a score.
 _LABEL = r"(?:\b(?:score|rating|grade|mark)\b|评分|得分|打分|总分|分数)"
+# A scale after the word: `(1-10)`, `[0, 1]`.
 _SCALE = r"(?:\([^()\n]{1,60}\)|\[[^\[\]\n]{1,40}\]|\d{1,4}\s?(?:-|–|to)\s?\d{1,4})"
 _NUMBER = r"(?P<number>[-+]?\d{1,15}(?:\.\d{1,15})?)"
+# Marks before the number: ` **[`.
 _OPENS = r"[\s*_\"'\[(]{0,6}"
 _SCORES = re.compile(
     rf"(?P<most>\b(?:max|maximum|minimum|min|highest|lowest|best|worst|possible|perfect|passing|"

@@ -1,4 +1,8 @@
-"""The interface of post steps: frozen options, declared columns, and a pure function of a row."""
+"""The interface of post steps: frozen options, declared columns, and a pure function of a row.
+
+The steps of the list `post` run over finished rows, in their order: `Extract` writes the column
+`answer`, `Grade` reads it and writes `mark`. `grade_rows.py` runs them.
+"""
 
 from __future__ import annotations
 

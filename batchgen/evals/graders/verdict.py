@@ -1,5 +1,9 @@
 """The post steps `Verdict`, which reads a judge's decision, and `Majority`, which combines the
-marks of several judges."""
+marks of several judges.
+
+    marks {A: 1, B: 0}, text "… I choose A"  →  verdict "A", mark 1.0
+    marks of three judges 1, 0, 1            →  mark 1.0, majority 0.67
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reports which rows get another mark when a job is graded again with other or newer steps."""
+"""Reports which rows get another mark when a job is graded again with other or newer steps, for
+`batchgen grade`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class GradedShards(ABC):
     Attributes:
         user_path: the folder, as the user typed it.
         storage: reads its files.
-        shards: the shards by their number.
+        shards: the shards by their number, each with the position of its first row (`first`) and
+            the ends of its row groups, counted in its own rows (`ends`).
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
             grades.
@@ -89,7 +90,7 @@ class GradedShards(ABC):
             columns, grades: the columns.
         """
         wanted = np.asarray(ordinals, np.int64)
-        firsts = [shard.first for shard in self.shards]
+        firsts = [shard.first for shard in self.shards]  # the position of each shard's first row
         at = 0
         while at < len(wanted):
             number = bisect_right(firsts, int(wanted[at])) - 1

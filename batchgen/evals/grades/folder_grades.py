@@ -1,5 +1,9 @@
 """Reads and writes the folder `grades` of a job: the columns of `post` steps, in one file for each
-shard."""
+shard.
+
+    data/part-00000.parquet      row_id, row_index, sample_index, …, text, …
+    grades/part-00000.parquet    row_id, row_index, sample_index, answer, mark, …, grade_error
+"""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.util.errors import ConfigError, JobError
 
+# The program of the process; its argument is the SETUP that `_start` writes, as JSON.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
     "from batchgen.evals.grades.grading_queue import main; main()"

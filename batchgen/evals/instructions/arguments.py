@@ -1,5 +1,5 @@
 """Reads the arguments of an IFEval or IFBench instruction, which come with the row, and checks
-them."""
+them: {"num_words": 200, "relation": "at least"} for a number of words."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_words import tokens, words_of
 from batchgen.evals.instructions.sentences import sentences
 
+# The punctuation marks that are removed from words: from their ends, or everywhere.
 _MARKS = string.punctuation + " "
 _NO_MARKS = str.maketrans("", "", string.punctuation)
 _EMOJI = re.compile(
@@ -30,6 +31,7 @@ _CAPITALS = (
     "Amsterdam Warsaw London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz "
     "Chisinau Bern Ljubljana Zagreb"
 ).split()
+# The head of a question (`Question 1.`), and an option below it (`A) text`).
 _QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 _OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 

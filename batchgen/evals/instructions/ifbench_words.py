@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.sentences import count_words, sentences
 
+# The punctuation marks that are removed from words: from their ends, or everywhere.
 _MARKS = string.punctuation + " "
 _NO_MARKS = str.maketrans("", "", string.punctuation)
 _TOKEN = re.compile(
@@ -26,6 +27,7 @@ _TOKEN = re.compile(
 """A word up to "n't", a contraction ("n't", "'s"), a whole word or number with inner marks
 ("e-mail", "1,000"), or a single mark."""
 _JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+# Two consonants in a row.
 _CONSONANTS = re.compile("[b-df-hj-np-tv-z]{2}")
 _CONJUNCTIONS = frozenset("and but for nor or so yet".split())
 _NAMES = (

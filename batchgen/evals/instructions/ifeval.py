@@ -18,6 +18,7 @@ from batchgen.evals.instructions.sentences import count_sentences, count_words
 
 Check = Callable[[str, InstructionArguments], bool]
 _YES_OR_NO = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+# A word, with hyphens and apostrophes in it.
 _TOKEN = re.compile(r"[^\W_](?:[^\s\"(),:;!?\[\]{}<>]*[^\W_])?")
 _FENCES = ("```json", "```Json", "```JSON", "```")
 

@@ -1,11 +1,15 @@
 """Splits English text into words and sentences by rules, without models or downloads, for the
-checks of IFEval and IFBench."""
+checks of IFEval and IFBench.
+
+    "Dr. Smith paid $3.50. He left!"  →  ["Dr. Smith paid $3.50.", "He left!"]
+"""
 
 from __future__ import annotations
 
 import re
 
 _WORD = re.compile(r"\w+")
+# Abbreviations before names, and others.
 _TITLES = "mr mrs ms dr prof st rev gen col lt sgt capt hon gov sen rep pres messrs mme mlle"
 _OTHERS = (
     "sr jr etc al ed eds vol no nos pp fig figs dept univ assn inc ltd co corp bros mt ft "
@@ -29,6 +33,7 @@ _END = re.compile(
     r"(?:[\"'”’)\]}]+(?:\s+|(?=--)|\Z)|(?P<space>\s+)|(?=[\"')\]};:*@({\[]))"
 )
 """Marks, followed by a closing quote or bracket, by white space, or by an opening sign."""
+# An abbreviation of letters with points: `U.S`.
 _DOTTED = re.compile(r"(?:[A-Za-z]\.)+[A-Za-z]")
 _LAST_WORD = re.compile(r"[\w.&-]*\Z")
 _LONGEST = 40

@@ -1,8 +1,8 @@
-"""The normal forms of an answer: texts by which answers are compared, and votes are counted.
+r"""The normal forms of an answer: texts by which answers are compared, and votes are counted.
 `normal_forms.py` makes them.
 
     answer         forms, and what each leaves out
-    `\\frac12`     `1/2`
+    `\frac12`      `1/2`
     `50%`          `50 %`;  `50` and `1/2` (leave out UNIT)
     `5 cm`         `1/20 [m]`;  `5` (leaves out UNIT)
     `x = 5`        `x = 5`;  `5` (leaves out NAME)

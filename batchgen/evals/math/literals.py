@@ -1,5 +1,5 @@
-"""Reads the number that an answer states in digits, without computing anything. Method `integer` of
-`Grade` uses it."""
+"""Reads the number that an answer states in digits, without computing anything: `18 cm` is 18, and
+`9 + 9` is none. Method `integer` of `Grade` uses it."""
 
 from __future__ import annotations
 

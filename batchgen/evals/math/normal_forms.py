@@ -268,6 +268,7 @@ _NONE = {
 }
 _ALL = {f"text {what}" for what in ("all real numbers", "all reals", "reals", "real numbers")}
 
+# The function that makes the forms of each kind of node.
 _FORMS = {
     Number: lambda node: Forms.of(numbers.value_text(node.value)),
     Symbol: _symbol,

@@ -16,6 +16,7 @@ from mpmath.libmp import NoConvergence
 Value = Any
 """A Fraction, or an `mpf` or `mpc` of `CONTEXT`."""
 
+# The decimal digits of floats.
 DIGITS = 50
 CONTEXT = MPContext()
 CONTEXT.dps = DIGITS
@@ -239,6 +240,7 @@ def _log(value: Value, base: Value | None = None) -> Value:
 _SAME_IN_MPMATH = (
     *("sin", "cos", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh", "acosh", "atanh"),
 )
+# Functions of one number, by their names in `Call`.
 _FLOATS: dict[str, Any] = {
     **{name: getattr(CONTEXT, name) for name in _SAME_IN_MPMATH},
     "tan": lambda value: divide(CONTEXT.sin(value), _nonzero(CONTEXT.cos(value))),
@@ -255,6 +257,7 @@ def _nonzero(value: Any) -> Any:
     return value
 
 
+# Functions of real numbers, and of whole numbers.
 _REALS = {"floor": math.floor, "ceil": math.ceil}
 _WHOLES = {"gcd": math.gcd, "lcm": math.lcm}
 

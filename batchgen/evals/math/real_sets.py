@@ -25,6 +25,7 @@ from batchgen.evals.math.reading.nodes import (
 )
 
 INFINITY = float("inf")
+# The most intervals of a set; more are not read.
 _MOST_PIECES = 100
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
 """Relation → the relation that holds if the sides are swapped; `~` (about) is read as `=`."""

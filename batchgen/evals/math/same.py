@@ -14,9 +14,13 @@ from batchgen.evals.math.reading.parser import read
 MOST_CHARACTERS = 2000
 """Longer answers are not read as mathematics: they equal only the same text."""
 
+# White space, except between two digits.
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+# A day (`2024-01-31`) or a telephone number (`555-1234`).
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{3}-[0-9]{4}")
+# A time of day: `5 pm`, `5:30pm`.
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])m", re.I)
+# The circled numbers of right statements: `①③`.
 _CIRCLED = re.compile(r"[①-⑳](?:[\s,、，和或与]*[①-⑳])*")
 # Names, and letters whose order matters.
 _ORDERED = re.compile(r"(?!inf)(?:[A-Z]{2,}|(?=.*[aeiouyAEIOUY])[A-Za-z]{3,}|no|on|of|is|it|if)")
@@ -26,6 +30,7 @@ _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|hbox|operatorname)(?![A-Za-z])"
 # A text of words: it has two letters in a row, and no signs of mathematics.
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})(?:\w|\s|['\"?!-](?![0-9])|[.,;:](?=\s|\Z))*", re.S)
 _SHORT_INTEGER = re.compile(r"-?[1-9][0-9]{0,30}|0")
+# A comma that may divide thousands or items (`1,234`); that of _ZEROS divides thousands (`1,000`).
 _GROUPED = re.compile(r"[0-9],[1-9][0-9]{2}(?![0-9])")
 _BRACKET = re.compile(r"[(\[]|\\\{")
 _ZEROS = re.compile(r"[0-9],0[0-9]{2}(?![0-9])")

@@ -1,4 +1,7 @@
-"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`."""
+"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`.
+
+[{"input": "1 2", "output": "3"}]  →  [Case("1 2", "3", calls=False)]
+"""
 
 from __future__ import annotations
 

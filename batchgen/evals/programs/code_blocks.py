@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+# A line of backticks or tildes, with a language after it or not.
 _FENCE = re.compile(r"^[ \t]*(?P<marks>```+|~~~+)[^\n`]*$", re.M)
 
 

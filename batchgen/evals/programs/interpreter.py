@@ -13,6 +13,7 @@ from pathlib import Path
 from batchgen.util.errors import ConfigError
 
 _DESCRIBE = Path(__file__).with_name("inside") / "describe.py"
+# The most seconds that an interpreter may take to answer.
 _SECONDS = 60
 
 

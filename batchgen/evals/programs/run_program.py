@@ -26,6 +26,7 @@ Outcome = Literal["passed", "wrong", "timeout", "crash", "forbidden"]
 OUTCOMES = ("passed", "wrong", "timeout", "crash", "forbidden")
 _MOST_ERRORS = 4096
 """The last bytes of standard error that are kept."""
+# The most bytes of a verdict.
 _MOST_VERDICT = 65_536
 
 

@@ -25,11 +25,14 @@ from batchgen.evals.programs.seccomp import seccomp_filter
 from batchgen.util.errors import ConfigError
 
 _INSIDE = Path(__file__).with_name("inside")
+# The folder in the sandbox with the code of `inside`.
 _HARNESS = "/harness"
 _PACKAGE = "batchgen.evals.programs.inside"
+# The program of a process; %s is the name of a module of `inside`.
 _START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
 _END_SECONDS = 5.0
 """The most seconds that a process may take to end after its work."""
+# The devices that programs can open, and all variables of their environment.
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _ENVIRONMENT = {
     "HOME": "/",

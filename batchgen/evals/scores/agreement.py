@@ -1,4 +1,9 @@
-"""Measures how well a judge agrees with known marks: shares and Cohen's kappa."""
+"""Measures how well a judge agrees with known marks: shares and Cohen's kappa, for
+`judge_agreements.py`.
+
+    judged 1, 0, 1, none, known true, false, false, true  →  both 1, judge_only 1, known_only 0,
+    neither 1, left_out 1: share 2/3
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class JobExam:
     @cached_property
     def by_configuration(self) -> tuple[str, dict[str, str]]:
         """A digest of the templates, the steps and the fingerprint of the data set; and row id →
-        that digest, in place of one of the row's prompt."""
+        that digest, in place of one of the row's prompt. So between two jobs either no row differs
+        or all rows do."""
         return _by_configuration(self._job)
 
     @cached_property

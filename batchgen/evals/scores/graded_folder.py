@@ -1,4 +1,7 @@
-"""Opens a complete job for the verbs `grade`, `score` and `compare`, with its grading options."""
+"""Opens a complete job for the verbs `grade`, `score` and `compare`, with its grading options.
+
+*Grades* are the columns that `post` steps make, such as marks, in the folder `grades` of a job.
+"""
 
 from __future__ import annotations
 

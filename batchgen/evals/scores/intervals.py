@@ -17,6 +17,7 @@ from batchgen.evals.scores.marks import Floats, Ints, Marks
 from batchgen.evals.scores.score_metrics import avg_at
 from batchgen.evals.scores.student_t import t_quantile
 
+# The confidence of all intervals.
 LEVEL = 0.95
 _ROUNDING = 1e-12  # a variance below it comes from rounding, and counts as 0
 

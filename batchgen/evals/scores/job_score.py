@@ -1,4 +1,5 @@
-"""Computes the scores of a job from its rows and their grades, and stores them in metrics.json."""
+"""Computes the scores of a job from its rows and their grades, and stores them in metrics.json.
+Jobs with `post` steps do this at their end, and `batchgen score` and `batchgen grade` later."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
 from batchgen.storage.stores.whole_file import write_atomic
 
+# The column of grades with what an answer was compared with.
 _TARGET = "graded_against"
 
 

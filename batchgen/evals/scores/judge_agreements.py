@@ -1,4 +1,9 @@
-"""Measures how far the judges of a job agree with known marks of the judged answers."""
+"""Measures how far the judges of a job agree with known marks of the judged answers, for `batchgen
+score JOB --agreement EXPR`.
+
+A judge is a model whose job marks the answers of another job. The step `Majority` can combine the
+marks of several judges in one job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads the graded samples of a job as one table, from its rows and their grades."""
+"""Reads the graded samples of a job as one table, from its rows and their grades. `SAMPLES` in
+`marks.py` lists its columns, and `Marks` computes scores from it."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from batchgen.storage.shards.shard_files import read_columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
+# The column of grades with the answer in a normal form, in which votes are counted.
 _ANSWER_KEY = "answer_key"
 _CHOICES = "choices"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")

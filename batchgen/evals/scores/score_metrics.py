@@ -94,6 +94,6 @@ def _all_of(chosen: Ints, n: Ints, k: int) -> Floats:
     """C(chosen, k) / C(n, k) as a product, which does not overflow. [Q], 0 where chosen < k."""
     assert k >= 1
     ratio = np.ones(len(n))
-    for i in range(k):
+    for i in range(min(k, int(n.max(initial=0)) + 1)):  # then the product is 0
         ratio *= np.maximum(chosen - i, 0) / np.maximum(n - i, 1)
     return ratio

@@ -21,6 +21,7 @@ from batchgen.evals.scores.marks import Floats, Marks
 from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
 from batchgen.util.errors import ConfigError
 
+# The kinds of samples whose shares are reported, see `Marks.has`.
 RATES = ("no_answer", "truncated", "error", "grade_error")
 
 

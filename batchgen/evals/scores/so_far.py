@@ -1,4 +1,5 @@
-"""Scores a job that is still running or was stopped, from the answers that it has so far."""
+"""Scores a job that is still running or was stopped, from the answers that it has so far, for
+`batchgen score --so-far`."""
 
 from __future__ import annotations
 

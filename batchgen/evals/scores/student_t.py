@@ -1,4 +1,5 @@
-"""Quantiles of Student's t distribution, in plain Python, for the intervals of scores."""
+"""Student's t distribution and its quantiles, in plain Python, for the intervals of scores:
+t_quantile(0.975, 10) is 2.228."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Keys that are accepted only with these values, which have no effect."""
+# batchgen's name of an option → its type.
 _HINTS = get_type_hints(SharedSampling)
 OPTIONS = tuple(_HINTS)
 """batchgen's names of the options that a row may have."""

@@ -74,7 +74,8 @@ class Left:
 
 
 def funnel_line(funnel: Sequence[Left]) -> str:
-    """Return a line with the number of rows after each filter."""
+    """Return a line with the number of rows after each filter, such as "1,000 rows of the data set
+    → Filter 800 → Dedupe 750"."""
     first, *others = funnel
     return " → ".join(
         [f"{first.rows:,} {first.choice}", *(f"{o.choice} {o.rows:,}" for o in others)]

@@ -1,5 +1,6 @@
 """Stores the types (`datasets` features) of copied columns in the metadata of output columns.
-`RowSource` writes them, and readers of a job's rows read them."""
+`RowSource` writes them, and readers of a job's rows read them. So a column of JSON values, which
+Arrow stores as text, is read as JSON again."""
 
 from __future__ import annotations
 

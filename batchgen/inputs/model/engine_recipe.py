@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.device.contract import contract, refuse_unkept
+from batchgen.engine.device.contract import check_deterministic, contract
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.layers.mxfp4_format import Units, units_of
@@ -51,6 +51,7 @@ class EngineRecipe:
     make the same engine.
 
     Attributes:
+        model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
         strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
         context_columns: the names of the output columns that also have values for the tokens of the
@@ -108,11 +109,11 @@ class EngineRecipe:
         if device_type == "cuda" and (lack := self.model.kv_cache_lack(units)) is not None:
             raise ValueError(lack)
         if self.config.deterministic:
-            refuse_unkept(
+            check_deterministic(
                 device_of(self.device),
                 dtype,
                 size,
-                reaching=device_type != "cuda" or reach_each_other(size),
+                peer_access=device_type != "cuda" or reach_each_other(size),
                 rejection=self.strategy.depends_on_drafts,
             )
         if size == 1:
@@ -253,7 +254,7 @@ def bare(
         heads: the heads of the checkpoint that the model has.
         tensor_parallel: the number of ranks.
         units: the formats of weights from which the device computes.
-        device: `meta`; or, inside the context `kernel_warmup.Undone`, the device that the
+        device: `meta`; or, inside the context `kernel_warmup.ShapesOnly`, the device that the
             parameters report although they have no memory there.
     """
     cls = model_class(opened.config.architecture, opened.path)

@@ -48,6 +48,7 @@ class OpenedModel:
 
     Attributes:
         path: the model's folder or GGUF file.
+        config: the model's architecture and sizes, as the checkpoint's config says.
         tokenizer: None if the model comes without one.
         eos_token_ids: the token ids that end an answer of this model.
         load_format: how the weights are loaded, as for `load_model`.

@@ -121,10 +121,10 @@ class MessageForms:
         empty = [message["content"] for message in calling if not message["content"]]
         # transformers renders a message whose content is null without the key.
         contents = [ABSENT, None, ""] if empty and empty[0] is None else ["", ABSENT, None]
-        worst: MessageForm | None = None
+        incomplete: MessageForm | None = None
         for content in contents if empty else contents[:1]:
             forms = [
-                MessageForm(as_objects, content, None)
+                MessageForm(as_objects, no_content=content, left_out=None)
                 for as_objects in ((True, False) if calling else (None,))
             ]
             tried = [self._try(messages, tools, form) for form in forms]
@@ -133,12 +133,12 @@ class MessageForms:
             if complete:
                 first = complete[0]
                 return first if len(complete) == 1 else first._replace(as_objects=None)
-            worst = worst or (usable[0] if usable else None)
+            incomplete = incomplete or (usable[0] if usable else None)
         # The template may ignore tool calls because it has no use for them: it writes such messages
         # from their other keys.
-        if worst is not None and empty and self._knows_no_content(messages, tools):
-            return worst._replace(no_content=None, left_out=None)
-        return worst
+        if incomplete is not None and empty and self._knows_no_content(messages, tools):
+            return incomplete._replace(no_content=None, left_out=None)
+        return incomplete
 
     def _knows_no_content(self, messages: Messages, tools: Tools) -> bool:
         """Return whether the template was made for messages that have tool calls and no content. It
@@ -146,7 +146,7 @@ class MessageForms:
         one with an empty content."""
         if "tool_calls" in self._source:
             return False
-        forms = (MessageForm(None, content, None) for content in (None, ""))
+        forms = (MessageForm(None, no_content=content, left_out=None) for content in (None, ""))
         texts = [self._probed(messages, tools, form, []) for form in forms]
         return None not in texts and texts[0] != texts[1] and "None" not in str(texts[0])
 

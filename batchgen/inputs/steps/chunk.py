@@ -153,10 +153,11 @@ class _Chunks:
         if not isinstance(text, str):
             what = "null" if text is None else f"{type(text).__name__} {text!r:.40}"
             raise BadRow(f"column {step.column!r} must hold text, got {what}")
-        names = (f"{step.name}_start", f"{step.name}_end")
-        spans = step.spans(text, self._tokenizer)
-        chunks = [{step.name: text[a:b], **dict(zip(names, (a, b), strict=True))} for a, b in spans]
-        return chunks or Dropped("the text is empty")
+        pieces = [
+            {step.name: text[start:end], f"{step.name}_start": start, f"{step.name}_end": end}
+            for start, end in step.spans(text, self._tokenizer)
+        ]
+        return pieces or Dropped("the text is empty")
 
     def close(self) -> None:
         pass
@@ -165,9 +166,8 @@ class _Chunks:
 def token_offsets(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return two lists: the index of the first character of each token of a text, and the index
     after its last character."""
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = encoding["offset_mapping"]
     return [start for start, _ in offsets], [end for _, end in offsets]
 
 

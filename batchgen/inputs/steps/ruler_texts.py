@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+# The texts of the original tasks: for each task a template of the input, named after the task, and
+# one of the beginning of the answer (_PREFIX). _NIAH_MANY is for several answers.
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 _NIAH = (
@@ -25,21 +27,21 @@ _NIAH = (
     "mentioned in the provided text?"
 )
 _NIAH_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
-_CHAIN = (
+_VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
 )
-_CHAIN_PREFIX = (  # "assgined" is in the original, too
+_VT_PREFIX = (  # "assgined" is in the original, too
     "Answer: According to the chain(s) of variable assignment in the text above, 5 variables are "
     "assgined the value {value}, they are:"
 )
-_CODED = (
+_FWE = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "
     "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
     "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
     "text?"
 )
-_CODED_PREFIX = (
+_FWE_PREFIX = (
     "Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 _ADJECTIVES = (
@@ -54,18 +56,18 @@ _HOPS = 4
 """The assignments of a variable to another in a chain of `vt`."""
 _ZETA_OF_2 = 1.6449340668482264
 """The sum of 1 / k^2 over all k, which normalises the frequencies of coded words in `fwe`."""
-_MANY = (
+_NIAH_MANY = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I "
     "will quiz you about the {kind}s afterwards.\n{context}\nWhat are all the special magic "
     "{kind}s for {key} mentioned in the provided text?"
 )
-_MANY_PREFIX = "The special magic {kind}s for {key} mentioned in the provided text are"
-_LISTED = (
+_NIAH_MANY_PREFIX = "The special magic {kind}s for {key} mentioned in the provided text are"
+_CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
     "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
     "words in the above list?"
 )
-_LISTED_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
+_CWE_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
 _COMMON = 10
 """The number of common words of `cwe`."""
 _SHORT = 4096
@@ -182,7 +184,7 @@ def _in_haystack(chance: random.Random, units: int, hidden: _Needles) -> RulerTe
     if hidden.among == "prose":
         context = _in_prose(chance, units, needles)
     else:
-        at = chance.random()
+        depth = chance.random()  # from 0, the start of the text, to 1
         sentences = [_NOISE] * units
         if hidden.among == "needles":
             sentences = []
@@ -190,13 +192,15 @@ def _in_haystack(chance: random.Random, units: int, hidden: _Needles) -> RulerTe
                 if (other := key()) not in facts:
                     sentences.append(_NEEDLE.format(kind=kind, key=other, value=value()))
         (needle,) = needles  # these tasks have one
-        sentences.insert(int(at * (len(sentences) + 1)), needle)
+        sentences.insert(int(depth * (len(sentences) + 1)), needle)
         context = "\n".join(sentences)
     query_text = (
         queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     )
     outputs = [value for hidden_key in queries for value in facts[hidden_key]]
-    template, prefix = (_NIAH, _NIAH_PREFIX) if len(outputs) == 1 else (_MANY, _MANY_PREFIX)
+    template, prefix = (
+        (_NIAH, _NIAH_PREFIX) if len(outputs) == 1 else (_NIAH_MANY, _NIAH_MANY_PREFIX)
+    )
     return RulerText(
         template.format(kind=kind, context=context, key=query_text),
         prefix.format(kind=kind, key=query_text),
@@ -216,6 +220,7 @@ def _in_prose(chance: random.Random, units: int, needles: Sequence[str]) -> str:
 
 
 def _sentence(chance: random.Random) -> str:
+    """Return a random sentence of prose."""
     noun, other = chance.sample(_NOUNS, 2)
     sentence = chance.choice(_PROSE)
     return sentence.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
@@ -229,7 +234,7 @@ def _common_words(chance: random.Random, units: int, *, is_short: bool) -> Ruler
     repeated = common * often + rare * seldom
     chance.shuffle(repeated)
     context = " ".join(f"{number}. {word}" for number, word in enumerate(repeated, start=1))
-    return RulerText(_LISTED.format(context=context), _LISTED_PREFIX, common)
+    return RulerText(_CWE.format(context=context), _CWE_PREFIX, common)
 
 
 def _syllables(chance: random.Random) -> str:
@@ -258,7 +263,7 @@ def _variable_tracking(chance: random.Random, units: int) -> RulerText:
         sentences.insert(int(position * (units + 1)) + number, line)
     context = " ".join(sentences).replace(". \n", ".\n")
     return RulerText(
-        _CHAIN.format(context=context, value=value), _CHAIN_PREFIX.format(value=value), names
+        _VT.format(context=context, value=value), _VT_PREFIX.format(value=value), names
     )
 
 
@@ -274,4 +279,4 @@ def _frequent_words(chance: random.Random, units: int, vocabulary: int) -> Ruler
     for rank, word in enumerate(coded, start=1):
         text += [word] * int(units / (_ZETA_OF_2 * rank * rank))
     chance.shuffle(text)
-    return RulerText(_CODED.format(context=" ".join(text)), _CODED_PREFIX, coded[1:4])
+    return RulerText(_FWE.format(context=" ".join(text)), _FWE_PREFIX, coded[1:4])

@@ -95,8 +95,9 @@ class AnswerSelector:
             self._best = columns.seen.expression("dataset.best", config.best)
         expressions = [one for one in (self._where, self._best) if one is not None]
         wanted = reduce(or_, map(columns.seen.read_by, expressions), Wanted())
+        # The columns of rows and of grades that the expressions read.
         self._rows, self._grades = columns.seen.ordered(wanted)
-        self._json = {
+        self._json = {  # parse columns that hold JSON as text
             name: read
             for name in self._rows
             for read in json_readers(pa.schema([columns.fields[name]])).values()
@@ -172,7 +173,7 @@ class AnswerSelector:
         columns_of = {name: self._columns.source_names[name][number] for name in self._rows}
         columns = list(dict.fromkeys([*_KEPT, *columns_of.values(), *job.id_columns]))
         for table, grades in job.answers(range(position.answer, job.total), columns, self._grades):
-            keys = row_keys(table)
+            keys = row_keys(table)  # ascending from row to row, and from sample to sample
             if (np.diff(keys, prepend=position.key) <= 0).any():
                 raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)

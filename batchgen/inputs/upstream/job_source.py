@@ -1,4 +1,9 @@
-"""A `Source` whose rows are answers of other jobs (`dataset=job`). `open_source` makes it."""
+"""A `Source` whose rows are answers of other jobs (`dataset=job`). `open_source` makes it.
+
+For example, a job that judges answers reads them with `dataset.path=OUT`: from answer 3 of the row
+q17 it makes a row with the id `q17#3`, the columns that the other job copied from its data set, its
+generated text, and `source: {row_id: q17, sample_index: 3, digest: …}`.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +84,11 @@ class JobSource(Source):
         """
         self._jobs, self._config = jobs, config
         self._columns = known = job_columns(jobs, config)
-        self._lists = config.rows == "rows"
+        self._lists = config.rows == "rows"  # whether a row has the lists of all its samples
         of_rows = self._of_rows = AnswerColumns(known, config)
         self.schema = of_rows.copied()
         used = None if named is None else named | set(self.schema.names)
-        self._read, self._grades = known.read(used)
+        self._read, self._grades = known.read(used)  # columns of the rows and of the grades
         self._choice = AnswerSelector(config, known)
         self._uses_grades = self._choice.reads_grades or bool(self._grades)
         for job in jobs:
@@ -96,9 +101,11 @@ class JobSource(Source):
         self._next_look = 0.0
         self.features = of_rows.features()
         self.columns = tuple(self.features)
+        # The names in `Row.fields`; GRADES is the struct of all grades.
         whole = [GRADES] if used is None or GRADES in used else []
         self._names = [*self._read, *(name for name in whole if self._grades)]
         self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
+        # Parse columns that hold JSON as text, and write the copied ones as such text again.
         self._readers = {
             name: partial(_each, read) if self._lists and name not in known.passthrough else read
             for name, read in json_readers(

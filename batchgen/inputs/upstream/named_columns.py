@@ -21,8 +21,9 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
     """Return a superset of the columns that a job reads; None for all columns.
 
     Every variable of a template or expression counts, and so does every other text, as if it were a
-    column's name (`a.b` also as `a`). All columns are read if a template uses `row` as a whole, or
-    if a step is the user's own class.
+    column's name (`a.b` also as `a`): the prompt `{{ question }}` and the option `by: topic` give
+    `question` and `topic`. All columns are read if a template uses `row` as a whole, or if a step
+    is the user's own class.
 
     Args:
         groups: the resolved configuration.

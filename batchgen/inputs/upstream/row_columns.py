@@ -29,13 +29,13 @@ class AnswerColumns:
     that all samples of a row share."""
 
     def __init__(self, columns: JobColumns, config: DatasetConfig) -> None:
-        self._known, self._config = columns, config
+        self._columns, self._config = columns, config
         self._lists = config.rows == "rows"
 
     def copied(self) -> pa.Schema:
         """Return the columns that are copied to the output. Raises ConfigError if one is unknown or
         has a reserved name."""
-        known, config = self._known, self._config
+        known, config = self._columns, self._config
         names = list(known.passthrough)
         if config.text_as is not None:
             names.append(config.text_as)
@@ -53,11 +53,11 @@ class AnswerColumns:
 
     def _field(self, name: str) -> pa.Field:
         """Return a column as it is copied, with only those metadata that describe its content."""
-        if name == GRADES and self._known.grades:
-            fields = [(grade, self._type(grade, f)) for grade, f in self._known.grades.items()]
+        if name == GRADES and self._columns.grades:
+            fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
             return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
-        known = self._known.flat[name]
-        if name == self._known.text:
+        known = self._columns.flat[name]
+        if name == self._columns.text:
             return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
         stored_metadata = known.metadata or {}
         metadata = {
@@ -67,12 +67,12 @@ class AnswerColumns:
 
     def _type(self, name: str, field: pa.Field) -> pa.DataType:
         """Return the Arrow type of a column."""
-        is_list = self._lists and name not in self._known.passthrough
+        is_list = self._lists and name not in self._columns.passthrough
         return pa.list_(field.type) if is_list else field.type
 
     def features(self) -> Features:
         """Return the types of all visible columns, as datasets describes them."""
-        known = self._known
+        known = self._columns
 
         def feature(name: str, of: pa.Field) -> Any:
             features = stored_feature(of)
@@ -93,7 +93,7 @@ class AnswerColumns:
         """
         bounds = np.concatenate([[0], np.cumsum(sizes)])  # [R + 1], where rows begin and end
         first_answers, offsets = pa.array(bounds[:-1]), pa.array(bounds, pa.int32())
-        shared = {*self._known.passthrough, ROW_ID, "row_id"}
+        shared = {*self._columns.passthrough, ROW_ID, "row_id"}
         lists = {}
         for name in table.column_names:
             column = table[name].combine_chunks()
@@ -101,7 +101,7 @@ class AnswerColumns:
                 column = pa.concat_arrays(column.chunks)
             if name in shared:
                 lists[name] = column.take(first_answers)
-            elif name == GRADES and self._known.grades:
+            elif name == GRADES and self._columns.grades:
                 names = [f.name for f in column.type]
                 inner = [pa.ListArray.from_arrays(offsets, c) for c in column.flatten()]
                 lists[name] = pa.StructArray.from_arrays(inner, names)

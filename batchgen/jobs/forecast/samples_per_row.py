@@ -1,4 +1,6 @@
-"""Estimates how many samples the rows of a job will have, before they are drawn."""
+"""Estimates how many samples (answers) the rows of a job will have, before they are drawn. With
+`sampling.until`, a row is sampled until enough of its samples are valid; otherwise the number is
+`sampling.n`. A plan uses this."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Scores the choices of multiple-choice rows: the likelihood of each choice after the prompt.
 
 A row is one request for its answer, and one more for each choice. `Generation` joins their outputs
-with `with_scores`.
+with `with_scores`: log-likelihoods of -1.0 and -2.0 give the scores 0.73 and 0.27.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class Generation:
                 return None
             assert isinstance(request.request, RowRequest)
             request.ended.append(output)
-            if len(request.ended) <= len(request.request.choices):
+            if len(request.ended) <= len(request.request.choices):  # the row and its choices
                 return None
             output = with_scores(request.ended)
         self._begun.forget(request_id)
@@ -273,6 +273,7 @@ class Generation:
             row, samples = task
             fields: Mapping[str, Any] | None = None
             prepared: RowRequest | RequestError
+            # If the copied columns themselves are wrong, the error row has nulls in them.
             try:
                 fields = self._source.passthrough(row)
                 if self._has_images:

@@ -23,12 +23,14 @@ from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.util.text.row_json import json_readers
 from batchgen.util.text.text_table import number_text, percent_text
 
-_SHARE, _ALWAYS = 0.01, 0.05
-"""Grading here may take this share of the running time and, besides, this number of seconds. The
-running score leaves out answers for which there is no time."""
-_SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
-"""Limits of grading in another process: its share of the running time, the seconds after which it
-begins, and the most answers that it grades at once."""
+_SHARE, _FREE_SECONDS = 0.01, 0.05
+"""Grading in this thread may take _FREE_SECONDS and this share of the running time. The running
+score leaves out answers for which there is no time."""
+_SHARE_BESIDE, _FREE_SECONDS_BESIDE = 0.05, 1.0
+"""These two limits for grading in another process."""
+_FIRST_SECONDS, _MOST_ANSWERS = 20.0, 32
+"""The seconds after which grading in another process begins, and the most answers that it grades at
+once."""
 _LOOK_SECONDS = 5.0  # between two looks at the folder of grades
 
 
@@ -105,17 +107,19 @@ class _OfRows:
     def add(self, finished: Sequence[FinishedRow]) -> None:
         """See `RunningScore`."""
         seconds = time.monotonic() - self._started
-        share, always = (_SHARE_BESIDE, 1.0) if self._is_beside else (_SHARE, _ALWAYS)
-        if self._spent > always + share * seconds:
+        share, free_seconds = _SHARE, _FREE_SECONDS
+        if self._is_beside:
+            share, free_seconds = _SHARE_BESIDE, _FREE_SECONDS_BESIDE
+        if self._spent > free_seconds + share * seconds:
             return
         rows = [row for row in finished if self._counts(row)]
         if not self._is_beside:
             self._mean.add(self._graded(rows))
-        elif rows and seconds >= _FIRST and (self._future is None or self._future.done()):
+        elif rows and seconds >= _FIRST_SECONDS and (self._future is None or self._future.done()):
             self._take()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "score so far")
-            self._future = self._thread.submit(self._graded, rows[:_MOST])
+            self._future = self._thread.submit(self._graded, rows[:_MOST_ANSWERS])
 
     def _counts(self, row: FinishedRow) -> bool:
         """Whether a row's answer is graded."""

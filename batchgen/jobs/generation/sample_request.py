@@ -47,19 +47,21 @@ class SampleRequest:
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
-        """Make the finished row of an output, or of an error."""
-        key, request = (self.row_id, self.row_index, self.sample_index), self.request
+        """Make the finished row of an output, or of an error. `extra` are the values of columns
+        besides those of the output, such as the reasoning (`SplitOutput.columns`)."""
         images = None
-        if not isinstance(request, RequestError):
-            images = [image.reference for image in request.images]
+        if not isinstance(self.request, RequestError):
+            images = [image.reference for image in self.request.images]
         return FinishedRow(
-            *key,
-            self.fields,
-            output,
-            error,
-            extra or {},
-            self.key,
-            is_copied,
+            row_id=self.row_id,
+            row_index=self.row_index,
+            sample_index=self.sample_index,
+            fields=self.fields,
+            output=output,
+            error=error,
+            extra=extra or {},
+            key=self.key,
+            is_copied=is_copied,
             images=images,
             begun_tokens=self.begun_tokens,
         )

@@ -1,5 +1,8 @@
 """The queue of rows that a worker computes: shard by shard, as the worker takes shards.
 
+A shard is a run of consecutive rows that are written to one file. The workers of a job, which may
+be processes on several machines, divide the shards between them.
+
 `Generation` iterates over a `ShardQueue`; `worker.py` decides which shard comes next.
 """
 
@@ -171,7 +174,7 @@ class ShardQueue:
         # that is not idle asks again as soon as it is.
         self._waits = task.kind == "wait" and idle
         self._stalled = task.kind == "wait" and self._is_following
-        self._alone = task.shard if task.ended else None
+        self._alone = task.shard if task.ended else None  # ended: workers that crashed on it
         return task
 
     def _rows_of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:

@@ -2,6 +2,10 @@
 
 That folder holds the job file of the workers and what they print. A worker on another machine that
 can read its job file there can also see the job's output folder.
+
+Each worker rewrites a file of the folder `workers` every few seconds, its *heartbeat*, with the
+figures of its progress. A shard on which workers crashed again and again is in *quarantine*: no
+worker computes it any more.
 """
 
 from __future__ import annotations

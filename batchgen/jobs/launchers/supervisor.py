@@ -162,7 +162,8 @@ class Supervisor:
         end, was_killed = slot.end, slot.end.code is None
         slot.came_late = end.code == 1 and self._folder.is_complete()
         is_job_complete = any(other.is_clean for other in self._slots)
-        # A worker that failed before its first row would fail again.
+        # Exit code 1 is an error while the job ran, and 2 a mistake of the user. A worker that
+        # failed before its first row would fail again.
         may_help = was_killed or (end.code == 1 and self._folder.has_rows_of(end.process))
         restart = may_help and not is_job_complete and slot.starts <= self._restarts
         restart = restart and (was_killed or not self._folder.has_quarantined())

@@ -1,4 +1,5 @@
-"""Opens a job without its weights and reads some of its rows, for a dry run and for a plan."""
+"""Opens a job without its weights and reads some of its rows, for a dry run and for a plan
+(`outlined`)."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class _Planner:
         )
 
     def _engine(self, device: Device) -> tuple[EngineEstimate, MemoryPlan | None]:
-        """The engine on a device, and the plan of its memory; None if the job does not fit
-        there."""
+        """Return the engine on a device, and the plan of its memory, which is None if the job does
+        not fit there."""
         opened, memory = self._opened, device.memory or None
         four_bits = device.is_gpu and opened.dtype.itemsize == 2
         units = Units(device.fp8, four_bits, opened.dtype)

@@ -141,10 +141,10 @@ def _check_scored(
 def _context_columns(
     config: JobConfig, strategy: Strategy, model: OpenedModel
 ) -> list[OutputColumn]:
-    """Check the strategy and the columns of the job against its model; return its columns of
-    context scope.
+    """Check the strategy and the columns of the job against its model.
 
-    Prints the sampling options that the model recommends.
+    Returns the columns of context scope, which the model computes for the tokens of the prompt,
+    too, such as hidden states. Prints the sampling options that the model recommends.
     """
     if config.sampling.max_new_tokens:
         advice = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))

@@ -1,5 +1,9 @@
 """Opens a job's folder for this process: the locked folder, this worker, and the writer of its
-rows. `run_job.py` calls these functions in this order."""
+rows. `run_job.py` calls these functions in this order.
+
+The first process that opens the folder has it for itself (`JobFolder.exclusive`) until it knows
+which rows are missing. Then it shares the folder, and other processes may join it as workers.
+"""
 
 from __future__ import annotations
 

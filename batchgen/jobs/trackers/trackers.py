@@ -1,6 +1,7 @@
 """Reports a job's progress and scores to experiment trackers, without waiting for them.
 
-The job calls `Trackers.tell` each time it writes metrics.json.
+The job calls `Trackers.tell` each time it writes metrics.json. The trackers are the modules
+`to_json`, `to_trackio` and `to_wandb`, each with a function `begin` that returns a `Tracker`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from hashlib import blake2b
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-_WAITING, _END_SECONDS = 16, 10.0
-"""The most reports that wait for a tracker, and the most seconds that the end of a job waits for
-all trackers."""
+_MOST_WAITING = 16
+"""The maximum number of reports that wait for a tracker."""
+_END_SECONDS = 10.0
+"""The most seconds that the end of a job waits for all trackers."""
 SENT = (
     *("rows", "error_rows", "prompt_tokens", "generated_tokens"),
     *("in_flight", "tokens_per_s", "wall_s", "score_so_far"),
@@ -90,7 +92,7 @@ class _TrackerThread:
 
     def __init__(self, name: str, begin: Callable[[Run], Tracker]) -> None:
         self._name, self._begin = name, begin
-        self._reports: queue.Queue[tuple[Run, dict[str, float]] | None] = queue.Queue(_WAITING)
+        self._reports: queue.Queue[tuple[Run, dict[str, float]] | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 

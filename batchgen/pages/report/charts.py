@@ -253,8 +253,8 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
     """Return charts of tokens per second and of finished answers over time; none for fewer than
-    three points. A point is (seconds, finished answers, generated tokens)."""
-    if len(points) < 3:
+    three points, or if no time passes. A point is (seconds, finished answers, generated tokens)."""
+    if len(points) < 3 or not points[-1][0]:
         return []
     if points[0][0] > 0:
         points = [(0, 0, 0), *points]
@@ -270,7 +270,7 @@ def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
         for (seconds_before, _, tokens_before), (seconds, _, tokens) in pairwise(thin)
     ]
     rows = [(seconds, answers) for seconds, answers, _ in points]
-    charts = [over_time("Answers over time", rows, "answers done")] if last_seconds > 0 else []
+    charts = [over_time("Answers over time", rows, "answers done")]
     if len(speeds) > 1:
         charts.insert(0, over_time("Speed over time", speeds, "tokens per second"))
     return charts

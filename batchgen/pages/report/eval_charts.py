@@ -128,7 +128,7 @@ def intervals(
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
     values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
     is_share = format_value is percent_text
-    low, high = _range(values) if is_share else (min(values), max(values))
+    low, high = _range(values) if is_share else (min(values, default=0.0), max(values, default=1.0))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
     for share in ticks(low, high, 4):

@@ -113,7 +113,7 @@ def anchor(key: int) -> str:
 
 
 def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ExampleRows:
-    """Read and render the chosen rows, which may have `room` bytes in all."""
+    """Read and render the chosen rows, which may have `room` bytes in all, at least 0."""
     reasons = report.chosen()
     variants: list[tuple[ExampleRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
@@ -166,10 +166,12 @@ def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], i
     """Return the level of each row (an index of _LEVELS) so that all rows fit into `room` bytes,
     and the number of rows that are left out. These have the level None.
 
-    Until all fit, the largest row gets the next lower level, or is left out if it has the lowest.
+    Until all fit, the largest row gets the next lower level, or is left out if it has the lowest. A
+    row that is left out has 0 bytes, so it is not the largest while more than `room` are in use.
 
     Args:
         sizes: for each row, its bytes at each level.
+        room: at least 0; if the rest of the page leaves none, `write_report` renders no rows.
     """
     levels: list[int | None] = [0] * len(sizes)
     now = [row[0] for row in sizes]

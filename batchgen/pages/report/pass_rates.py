@@ -18,8 +18,8 @@ MOST_EXHAUSTED = 20
 _MOST_GROUPS = 100
 _BOUNDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """The bounds of the ranges of shares."""
-_ALL = "all"
-"""The name of the group of all rows."""
+_ALL = None
+"""The key of the group of all rows, which the table calls `all`. A subset may have this name."""
 HEADER = ("rows", *("number", *OUTCOMES), "samples", "valid", "pass rate")
 
 
@@ -43,7 +43,7 @@ class PassRates:
     def __init__(self) -> None:
         self.exhausted: list[str] = []
         self.rates: Counter[str] = Counter()
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str | None, _Group] = {}  # by the value of the subset's column
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -68,8 +68,7 @@ class PassRates:
         for row_id, outcome, num_valid, num_samples, group in zip(
             ids, outcomes, valid.tolist(), samples.tolist(), groups, strict=True
         ):
-            names = [_ALL] if group is None else [_ALL, str(group)]
-            for name in names:
+            for name in (_ALL,) if group is None else (_ALL, str(group)):
                 if name in self._groups or len(self._groups) < _MOST_GROUPS:
                     counts = self._groups.setdefault(name, _Group())
                     counts.outcomes[outcome] += 1
@@ -84,7 +83,7 @@ class PassRates:
         """Return a line for all rows, and one for each group, with the columns of HEADER."""
         return [
             (
-                name,
+                "all" if name is _ALL else name,
                 f"{group.outcomes.total():,}",
                 *(f"{group.outcomes[outcome]:,}" for outcome in OUTCOMES),
                 f"{group.samples:,}",

@@ -41,9 +41,9 @@ class Lengths:
     """Counts values by length, and sums the marks of those that have one.
 
     Attributes:
-        counts: the number of values of each length.
-        marked: the number of values with a mark, by length.
-        marks: the sum of the marks, by length.
+        counts: [L] the number of values of each length; the index is the length.
+        marked: [L] the number of values with a mark.
+        marks: [L] the sum of the marks.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,21 @@ class Lengths:
         self.marks: Floats = np.zeros(0)
 
     def add(self, lengths: Ints, marks: Floats | None = None) -> None:
-        """Count values. `marks` is [N], NaN for a value without a mark."""
+        """Count values.
+
+        Args:
+            lengths: [N] their lengths.
+            marks: [N] their marks, NaN for a value without one.
+        """
         if not len(lengths):
             return
         lengths = np.minimum(lengths, _MOST_LENGTH)
         size = max(len(self.counts), int(lengths.max()) + 1)
         self.counts = _sum(self.counts, np.bincount(lengths, minlength=size))
         if marks is not None:
-            there = np.isfinite(marks)
-            self.marked = _sum(self.marked, np.bincount(lengths[there], minlength=size))
-            sums = np.bincount(lengths[there], marks[there], minlength=size)
+            has_mark = np.isfinite(marks)
+            self.marked = _sum(self.marked, np.bincount(lengths[has_mark], minlength=size))
+            sums = np.bincount(lengths[has_mark], marks[has_mark], minlength=size)
             self.marks = np.pad(self.marks, (0, size - len(self.marks))) + sums
 
     def quantile(self, share: float) -> int:
@@ -80,6 +85,7 @@ class Lengths:
 
 
 def _sum(old: Ints, new: Ints) -> Ints:
+    """Return the sum of two arrays, of which `old` may be shorter."""
     return np.pad(old, (0, len(new) - len(old))) + new
 
 
@@ -96,6 +102,7 @@ class Lowest:
         self._values: Floats = np.empty(0)
 
     def add(self, keys: Keys, values: Floats) -> None:
+        """Add rows by their keys [N] and values [N]."""
         self.seen += len(keys)
         keys, values = np.append(self._keys, keys), np.append(self._values, values)
         best = np.lexsort((keys, values))[: self.size]

@@ -1,4 +1,5 @@
-"""Writes `report.html`: one file about a job, without scripts or references to other files."""
+"""Writes `report.html`: one file about a job, without scripts or references to other files. A job
+calls `try_report` at its end, and `batchgen report` calls `make_report`."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class RowPage:
         return htmls
 
     def prompt(self, facts: RowFacts) -> list[Part]:
-        """The prompt of the row."""
+        """Return the prompt of the row, in parts; see `PromptText.parts`."""
         return self._prompt.parts(self.columns.read(facts.row))
 
     def prompt_html(self, facts: RowFacts, *, key: str) -> Markup:

@@ -106,11 +106,12 @@ class Messages:
     def __init__(self, tokens: HarmonyTokens, prompt: Sequence[int] = ()) -> None:
         """Begin after a prompt. If its last message has not ended, the output continues it. Only
         its header is kept, because the text of a prompt is no output."""
-        self._tokens, self._format = tokens, tokens.all
+        self._tokens, self._format = tokens, tokens.all  # the ids of all tokens of the format
         self.ended: list[Message] = []
         self.open = Message(has_role=False)
         if tokens.start in prompt:
-            self.read(prompt[len(prompt) - 1 - prompt[::-1].index(tokens.start) :])
+            last_start = len(prompt) - 1 - prompt[::-1].index(tokens.start)
+            self.read(prompt[last_start:])
             self.ended = []
             if self.open.content is not None:
                 self.open.content = []
@@ -133,7 +134,7 @@ class Messages:
             if current.content is None and current.kind is None:
                 current.kind = []
         elif id == tokens.channel:
-            if current.last is not current.role:
+            if current.last is not current.role:  # a second channel begins another message
                 self._end(end=None)
             self.open.channel = []
         else:

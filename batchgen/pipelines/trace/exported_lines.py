@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -137,16 +138,17 @@ def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
     """Return the content of a line of a file, or of a row in a folder's shards."""
     if line < 1:
         raise ConfigError(f"--line {line}: lines are counted from 1")
+    before = min(line - 1, sys.maxsize)  # `islice` takes no larger number
     lines: Iterator[dict[str, Any]]
     if path.is_dir():
         whole_set(path, user_path)
-        lines = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
+        lines = islice(_rows_of(list(shard_files(path / "data").values())), before, None)
     elif path.name.endswith(".parquet"):
-        lines = islice(_rows_of([path]), line - 1, None)
+        lines = islice(_rows_of([path]), before, None)
     elif path.name.endswith(JSON_NAMES):
         opener: Any = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as file:
-            text = next(islice(file, line - 1, None), None)
+            text = next(islice(file, before, None), None)
         try:
             content = None if text is None else json.loads(text)
         except ValueError as error:

@@ -288,8 +288,13 @@ class Metrics:
         reported = (reported_attempt(beat, is_complete) for beat in self.others)
         present += [attempt for attempt in reported if attempt is not None]
         present.sort(key=lambda attempt: int(attempt["worker"]))
-        known = {(attempt["worker"], attempt["started"]) for attempt in present}
-        earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)
+        # An earlier worker of the same session may have written the file with attempts of others.
+        known = {(attempt["session"], attempt["worker"], attempt["started"]) for attempt in present}
+        earlier = (
+            a
+            for a in self._earlier
+            if (a.get("session"), a.get("worker"), a["started"]) not in known
+        )
         return [*earlier, *present]
 
 

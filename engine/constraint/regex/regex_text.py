@@ -5,6 +5,8 @@ restricts the lengths, `other_than` makes a tree for all texts except some words
 a tree into a pattern for xgrammar. The rewriting of schemas and patterns uses them.
 """
 
+from collections.abc import Sequence
+
 from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
     JSON_PLAIN,
@@ -33,13 +35,19 @@ def width(node: Node) -> tuple[int, int | None]:
                 return shortest * low, None
             return shortest * low, longest * high
         case Concat(parts):
-            widths = [width(part) for part in parts]
-            highs = [longest for _, longest in widths if longest is not None]
-            return sum(w[0] for w in widths), sum(highs) if len(highs) == len(widths) else None
+            lows, highs = _widths(parts)
+            return sum(lows), None if highs is None else sum(highs)
         case Either(branches):
-            widths = [width(branch) for branch in branches]
-            highs = [longest for _, longest in widths if longest is not None]
-            return min(w[0] for w in widths), max(highs) if len(highs) == len(widths) else None
+            lows, highs = _widths(branches)
+            return min(lows), None if highs is None else max(highs)
+
+
+def _widths(nodes: Sequence[Node]) -> tuple[list[int], list[int] | None]:
+    """Return the minimum and the maximum lengths of each node's matches; None instead of the
+    maximum lengths if some node has none."""
+    widths = [width(node) for node in nodes]
+    highs = [longest for _, longest in widths if longest is not None]
+    return [shortest for shortest, _ in widths], highs if len(highs) == len(widths) else None
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:

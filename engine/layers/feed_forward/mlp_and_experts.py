@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
+from batchgen.engine.layers.norm import RMSNorm, norms_of_stream
+from batchgen.engine.parallel.tensor_parallel import PendingNorm, Stream
 
 
 class MLPAndExperts(nn.Module):
@@ -17,8 +20,7 @@ class MLPAndExperts(nn.Module):
     added.
 
     Args:
-        before, after: the norms, as pairs (of the MLP, of the experts). The router reads the stream
-            without a norm.
+        before, after: the norms, as pairs (of the MLP, of the experts). The router has its own.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -47,14 +49,20 @@ class MLPAndExperts(nn.Module):
         """The MLP and the experts, each with the norm before it."""
         return [(self.mlp, self.mlp_norm), (self.moe, self.moe_norm)]
 
-    def forward(self, stream: Tensor, residual: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Add the result for the residual stream [T, hidden_size] to `residual` in place, or to
-        zeros, and return it."""
-        dense = self.mlp(self.mlp_norm(stream), None, ctx)
-        # The MLP's sum over ranks is read before the experts' sum begins.
-        if residual is None:
-            residual = self.mlp_post_norm.of_stream(dense)[0]
-        else:
-            residual = self.mlp_post_norm.add_to(residual, dense)
-        routed = self.moe(self.moe_norm(stream), None, ctx, router_input=stream)
-        return self.moe_post_norm.add_to(residual, routed)
+    def inputs_of(self, stream: Stream) -> tuple[list[Any], Tensor]:
+        """Return the norms [T, hidden_size] that the MLP, the experts and the router read, and the
+        residual stream."""
+        assert isinstance(self.moe.gate, ScaledRouter)
+        return norms_of_stream([self.mlp_norm, self.moe_norm, self.moe.gate.norm], stream)
+
+    def forward(
+        self, inputs: Sequence[Any], residual: Tensor | None, ctx: ForwardContext
+    ) -> Stream:
+        """Return the sum of both results for the norms of `inputs_of`, for the norm that follows
+        or to be added to `residual`."""
+        mlp_input, moe_input, router_input = inputs
+        dense = self.mlp_post_norm.term(self.mlp(mlp_input, None, ctx))
+        # The MLP's sum over ranks was read before the experts' sum begins.
+        routed = self.moe(moe_input, None, ctx, router_input=router_input)
+        terms = dense, self.moe_post_norm.term(routed)
+        return PendingNorm(residual, terms, self.mlp_post_norm.eps)

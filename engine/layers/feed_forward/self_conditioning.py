@@ -1,4 +1,7 @@
-"""Self-conditioning of a diffusion model (Chen et al. 2022, arXiv 2208.04202)."""
+"""Self-conditioning of a diffusion model (Chen et al. 2022, arXiv 2208.04202).
+
+A *canvas* is a block of tokens that the model denoises together, in several steps.
+"""
 
 from __future__ import annotations
 

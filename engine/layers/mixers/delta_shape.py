@@ -92,9 +92,11 @@ def state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
     heads = shape.num_value_heads
     return StateSpec(
         state={
+            # The last inputs of the convolution, and S.
             "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
             "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
         },
+        # Of each newest token that is not in the state yet: S becomes decay · S + update·keyᵀ.
         records={
             "inputs": StateTensor((shape.channels,), dtype),
             "update": StateTensor((heads, shape.value_dim)),

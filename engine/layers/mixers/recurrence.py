@@ -1,4 +1,8 @@
-"""A recurrence with a matrix as its state: the common part of gated delta networks and Mamba2."""
+"""A recurrence with a matrix as its state: the common part of gated delta networks and Mamba2.
+
+`GatedDeltaNet` and `Mamba2` have the formulas. `ConvMixer` says what states, records and replayed
+tokens are.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,7 @@ class Recurrence(ConvMixer[DeltaInputs]):
             where=where,
         )
         self.shape, self._heads = shape, heads
+        # exp(−exp(A_log) · softplus(a + dt_bias)) is the decay of the state for a token's a.
         wide = partial(empty_parameter, device=where.device, dtype=torch.float32)
         self.A_log, self.dt_bias = wide(shape.num_value_heads), wide(shape.num_value_heads)
         self.D = wide(shape.num_value_heads) if skips else None

@@ -62,6 +62,7 @@ class ShortConv(ConvMixer[ConvInputs]):
         self.out_proj = RowParallelLinear(
             hidden_size, hidden_size, bias=bias, lane=MIXER_LANE, where=where
         )
+        # The last inputs of the row, and those of the newest tokens, not yet moved to the window.
         self.cache_spec: CacheSpec | None = StateSpec(
             state={"window": StateTensor((width - 1, rank_size), where.dtype)},
             records={"inputs": StateTensor((rank_size,), where.dtype)},

@@ -188,9 +188,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """
     sizes, results = ON_GPU if DEVICE.type == "cuda" else ON_CPU, []
     for name in options.models:
-        layers, count = LAYERS.get(name), options.schedules
+        layers, count, ranks = LAYERS.get(name), options.schedules, options.ranks
         schedules = Schedules(name, count, sizes, layers, options.deterministic)
-        ranks = options.ranks
         found = schedules.run() if ranks == 1 else _run_divided(schedules, ranks)
         kept = f"{count - sum(found['by_kind'].values())} of {count} schedules equal"
         on = "" if ranks == 1 else f" on {ranks} ranks"

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.memory import kernel_warmup
-from batchgen.engine.memory.kernel_warmup import Undone, compiling_kernels
+from batchgen.engine.memory.kernel_warmup import ShapesOnly, compiling_kernels
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda", 0)
 
 
 def test_tensors_of_the_device_have_shapes_and_no_values() -> None:
-    with Undone(GPU):
+    with ShapesOnly(GPU):
         x = torch.zeros(6, 4, device=GPU)
         assert x.is_cuda and torch.device(x.device) == GPU
         assert upload([1, 2, 3], torch.int64, GPU).is_cuda
@@ -45,10 +45,10 @@ def test_usual_operations_import_nothing() -> None:
         import sys
         import torch
         import torch.nn.functional as F
-        from batchgen.engine.memory.kernel_warmup import Undone
+        from batchgen.engine.memory.kernel_warmup import ShapesOnly
 
         gpu, before = torch.device("cuda", 0), set(sys.modules)
-        with torch.inference_mode(), Undone(gpu):
+        with torch.inference_mode(), ShapesOnly(gpu):
             x = torch.zeros(6, 4, device=gpu)
             y = F.linear(torch.cat([x, x[1:2]]), torch.zeros(5, 4, device=gpu))
             assert y.addmm_(x[:1].new_empty(7, 2), x.new_empty(2, 5))[x.new_empty(3)].is_cuda
@@ -62,7 +62,7 @@ def test_usual_operations_import_nothing() -> None:
 
 
 def test_tensors_of_the_host_keep_their_values() -> None:
-    with Undone(GPU):
+    with ShapesOnly(GPU):
         x = torch.arange(6.0).view(3, 2)
         assert not x.is_cuda and x.device.type == "cpu"
         assert x[torch.tensor([2, 0])].tolist() == [[4, 5], [0, 1]]

@@ -89,8 +89,8 @@ def test_any_schedule(folder: Path) -> None:
 @pytest.mark.quick(0, thorough=2)
 def test_rows_that_lose_their_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_short_rows(monkeypatch)
-    params = RequestParams(max_new_tokens=40, seed=3, logprobs=True)
-    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(6)]
+    params = RequestParams(max_new_tokens=60, seed=3, logprobs=True)
+    rows = [([3 + (i + 2) * j % 125 for j in range(8 + 5 * i)], params) for i in range(8)]
     model = load(folder)
     kept = [s for s in model.cache_specs if isinstance(s, KVSpec | LatentSpec)]
     of_token = sum(spec.token_bytes(model.dtype) for spec in kept)
@@ -103,7 +103,7 @@ def test_rows_that_lose_their_caches(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.quick(0, thorough=2)
 def test_drafts_are_taken_back(folder: Path) -> None:
-    rows, expected = requests(seed=20), alone(folder)
+    rows, expected = requests(seed=20, count=16), alone(folder)
     answers = {str(i): expected(row).token_ids for i, row in enumerate(rows)}
     forced = ForcedStrategy(answers, k=3, seed=3)
     engine = make_engine(load(folder), forced, max_num_seqs=4)

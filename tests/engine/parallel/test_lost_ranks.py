@@ -7,10 +7,11 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,7 +23,7 @@ from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.replicas import Leader, follow_engine
 from batchgen.engine.sampling.sampling_params import RequestParams
-from tests.support.engine.ranked_engines import Case, Cases, Fork
+from tests.support.engine.ranked_engines import Case, Cases, Fork, forked_ranks
 
 TinyModel = Callable[..., Path]
 
@@ -134,6 +135,31 @@ def test_threads_that_wait_for_one_fork_all_learn_its_exit_code(
         for _ in range(10):
             fork = Fork(["-c"], pass_fds=())
             assert list(threads.map(fork.wait, [None, 9, None, 9])) == [0] * 4
+
+
+class Writes(Cases):
+    """A rank that writes to files which were open when it was forked, as a log does."""
+
+    files: ClassVar[list[TextIOWrapper]] = []
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        for file in self.files:
+            file.write("here")
+            file.flush()
+        parallel.least(2)
+
+
+def test_a_fork_writes_to_files_and_not_to_sockets_of_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / str(number) for number in range(9)]
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("w")) for path in paths]
+        monkeypatch.setattr(Writes, "files", files)
+        stack.enter_context(forked_ranks())
+        processes = stack.enter_context(closing(RankProcesses(2, Writes([]), "cpu")))
+        assert processes.parallel.least(3) == 2
+    assert [path.read_text() for path in paths] == ["here"] * 9
 
 
 class Unwilling(Cases):

@@ -31,7 +31,6 @@ from batchgen.kernels.layers.embedding import (
 )
 from batchgen.kernels.layers.linear import add_linear_, pack_weight
 from batchgen.kernels.layers.rms_norm import (
-    add_rms_norm,
     rms_norm,
     rms_norm_of_sum,
     rms_norm_reference,
@@ -248,35 +247,6 @@ def test_a_norm_adds_parts_that_are_wider_than_the_rows(run: Callable[..., torch
     found = run(*arguments)
     torch.testing.assert_close(x, total, rtol=2**-7, atol=0)
     _assert_near(found, rms_norm_reference(x, weight, 1e-5))
-
-
-@pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("with_parts", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_is_rounded_and_added_to_the_residual(
-    dtype: torch.dtype, with_parts: bool, by_kernel: bool
-) -> None:
-    residual, x, same = (_random(7, 200 + i, dtype=dtype)[:, :200] for i in (0, 1, 1))
-    residual, x, same = (each.contiguous().to(DEVICE) for each in (residual, x, same))
-    weight = _random(200).to(DEVICE)
-    parts = _random(3, 7, 200, dtype=dtype).to(DEVICE) if with_parts else None
-    if by_kernel:
-        normed = rms_norm_triton(same, weight, 1e-5, parts)
-    elif parts is None:
-        normed = rms_norm(same, weight, 1e-5)
-    else:
-        normed = rms_norm_of_sum(same, parts, None, weight, 1e-5)
-    expected = residual + normed
-    if by_kernel:
-        found = rms_norm_triton(x, weight, 1e-5, parts, residual=residual)
-    else:
-        found = add_rms_norm(residual, x, weight, 1e-5, parts)
-    assert found.data_ptr() == residual.data_ptr()
-    # A compiled kernel rounds product and sum together in float32; the interpreter cuts bfloat16.
-    if by_kernel and (dtype == torch.float32 or DEVICE == "cpu"):
-        _assert_near(found, expected)
-    else:
-        assert torch.equal(found, expected)
 
 
 def test_a_norm_adds_parts_to_no_rows() -> None:

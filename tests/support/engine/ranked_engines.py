@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -170,7 +171,10 @@ def _be_rank(arguments: Sequence[str], descriptors: Sequence[int]) -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in descriptors:
             with suppress(OSError):
-                os.close(descriptor)  # a rank ends when all others have closed its socket
+                # A rank ends when all others have closed its socket. Files stay open: a log that
+                # writes to one would else write to the socket that gets its number.
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.close(descriptor)
     rank_main.main()
 
 

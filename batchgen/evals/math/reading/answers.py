@@ -38,6 +38,7 @@ _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "{set": ("}set",), "l
 """Opening bracket → the brackets that may close it; `{set` is that of a set, `{` that of LaTeX."""
 _SETS = {"cup": "|", "cap": "&", "setminus": "-"}
 """Command → the name of the operation in `SetOperation`."""
+# Sign of money → the short name of its unit.
 _MONEY = {"$": "$", "€": "€", "£": "£", "¥": "yen", "₹": "₹"}
 
 

@@ -1,4 +1,5 @@
-"""The position of a parser in the tokens of an answer, with a limit on nesting."""
+"""The position of a parser in the tokens of an answer, with a limit on nesting. `Answers` and
+`Expressions` read tokens through one `Cursor`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from batchgen.evals.math.reading.nodes import NotRead
 from batchgen.evals.math.reading.tokens import Token
 
-_MOST_DEPTH = 40
+_MOST_DEPTH = 40  # levels of nesting; deeper answers are not read
 _END = Token("end of text", "")
 
 

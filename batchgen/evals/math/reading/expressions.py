@@ -25,6 +25,7 @@ from batchgen.evals.math.reading.written_numbers import digit, read_number
 _FUNCTION_NAMES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
 }  # fmt: skip
+# Opening bracket → closing bracket.
 _OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
 # Opening sign → the closing sign, and the function.
 _FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}

@@ -15,6 +15,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9+/%()\[\]=<>,. -]*")
 _SPACES = re.compile(" +")
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile(r"[₀-₉]+")
+# Characters that are fractions: ½.
 _VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 _CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
@@ -45,6 +46,7 @@ _FONTS = re.compile(
     r"|uline|bold)(?![A-Za-z])"
 )
 """Commands that are removed, with their argument kept: `\\mathbf{x}`, `\\boxed{5}`."""
+# A backslash that was doubled before a command: `\\frac`.
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$")
 """`\\(`, `\\[` and dollar signs around formulas."""
@@ -62,6 +64,7 @@ _INTRODUCTION = re.compile(
 """Words before the answer: "So the final answer is", "Option", "Therefore"."""
 _FOR_ALL = re.compile(r"[\s,(]{0,4}(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b.*\Z", re.S)
 """The rest of an answer from "for all" on."""
+# a.m. and p.m.
 _DAYTIME = re.compile(r"(?<![A-Za-z])([AaPp])\.\s?([Mm])\b\.?")
 
 

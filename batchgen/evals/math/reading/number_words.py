@@ -1,4 +1,4 @@
-"""Whole numbers in English words, from zero to ninety-nine."""
+"""Whole numbers in English words, from zero to ninety-nine: `twenty one` is 21."""
 
 from __future__ import annotations
 

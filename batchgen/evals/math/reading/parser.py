@@ -1,4 +1,7 @@
-"""Parses the text of an answer into nodes. `read` is the entry point of this package."""
+"""Parses the text of an answer into nodes. `read` is the entry point of this package.
+
+`x = 5`  →  Relation(sides=(Symbol("x"), Number(5)), names=("=",))
+"""
 
 from __future__ import annotations
 

@@ -6,10 +6,12 @@ import re
 
 from batchgen.evals.math.reading.units import UNITS
 
+# Equations in lines: `\begin{cases}…\end{cases}`.
 _SYSTEM = re.compile(
     r"(?:\\\{\s*)?\\begin\{(cases|aligned|align\*?|gathered|array|matrix)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*\.?",
     re.S,
 )
+# A fraction of two words: `\frac{\text{km}}{\text{h}}`.
 _UNIT_FRACTION = re.compile(
     r"\\[dt]?frac\s*\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}*\s*"
     r"\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}+"

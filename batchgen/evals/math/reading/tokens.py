@@ -15,15 +15,18 @@ from batchgen.evals.math.reading.units import UNITS
 
 MOST_TOKENS = 2000
 
+# Names of functions, with or without a backslash.
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan",
     "ln", "lg", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "floor", "ceil", "abs",
     "asin", "acos", "atan", "cbrt",
 }  # fmt: skip
+# Words that multiply the number before them.
 SCALES = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
     "trillion": 10**12, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
+# Command → the command or sign with the same meaning.
 _COMMANDS = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge",
     "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "times": "*", "cdot": "*", "ast": "*",
@@ -44,6 +47,7 @@ _STRUCTURE = set(
 """Commands that the grammar knows. Any other command is a letter, such as `\\alpha`."""
 # A command whose argument is text.
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
+# A number, one with commas (`1,000`), and one with spaces between thousands.
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
 _SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9])(?:\.[0-9]+)?"
@@ -56,7 +60,9 @@ _TOKEN = re.compile(
     re.S,
 )
 _PLAIN_NUMBER = re.compile(_NUMBER)
+# Signs of two characters → the command with the same meaning.
 _SIGNS = {"<=": "le", ">=": "ge", "!=": "ne", "<>": "ne", "==": "="}
+# Words between answers.
 _JOINING = frozenset(("and", "or", "und", "oder"))
 _VOWEL = re.compile("[aeiouyAEIOUY]")
 

@@ -1,5 +1,5 @@
 """Units of measure and of money: their spellings, and their sizes in base units. `units_behind.py`
-reads units with `unit_of`."""
+reads units with `unit_of`: ["km", "per", "hour"] is `m s^-1` with the size 5/18."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
+# Word before a unit → its letter.
 _PREFIXES = {
     "": "", "kilo": "k", "centi": "c", "milli": "m", "micro": "µ", "nano": "n", "mega": "M",
     "giga": "G", "deci": "d", "hecto": "h", "tera": "T", "pico": "p",
@@ -35,6 +36,7 @@ _OTHERS = {
     "cent": "", "€": "euro EUR", "£": "GBP", "yuan": "RMB CNY", "yen": "JPY", "₹": "rupee INR",
     "peso": "", "won": "", "franc": "", "unit": "", "square": "sq", "cubic": "",
 }  # fmt: skip
+# Symbols of units that are spelled so and in no other case.
 _SYMBOLS = (
     "m km cm mm dm nm µm g kg mg µg L l mL ml dL dl cL cl kL kl s ms ns J kJ MJ N kN MN W kW MW mW"
     " GW V kV mV A mA Hz kHz MHz GHz Pa kPa MPa mol mmol cal kcal B kB KB MB GB TB"
@@ -42,6 +44,7 @@ _SYMBOLS = (
 )
 
 
+# Chinese word → short name of a unit.
 _CHINESE = {
     "米": "m", "厘米": "cm", "毫米": "mm", "分米": "dm", "千米": "km", "公里": "km", "克": "g",
     "千克": "kg", "公斤": "kg", "吨": "ton", "升": "L", "毫升": "mL", "秒": "s",
@@ -89,11 +92,13 @@ def _sizes() -> dict[str, tuple[str, Fraction]]:
     return sizes
 
 
+# Spelling of a unit → its short name; and short name → base unit and size.
 UNITS = _names()
 _SIZES = _sizes()
 LETTERS = frozenset((*"mgLlsJNWVAhK", "Omega"))
 """Units of one letter, which may also be variables."""
 _SHORTHANDS = {"mph": ["mi", "/", "h"], "kph": ["km", "/", "h"], "kmh": ["km", "/", "h"]}
+# Signs between the words of a unit that change nothing.
 _IGNORED = frozenset("{}()*.·")
 _WORDS_FOR_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
 

@@ -59,6 +59,7 @@ class Program:
         return self._numbers[id(value)]
 
 
+# What the testing code can ask for, by the names that `Link.ask` sends.
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "attribute": getattr,

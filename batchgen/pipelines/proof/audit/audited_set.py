@@ -4,7 +4,7 @@ keeps. `audited_folder` calls it."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,30 +95,41 @@ def audit_set_rows(
     """Compute rows of one job again, and compare them with the set's columns. `text_as` is the
     set's name of the text column."""
     with closing(open_parts(config, manifest, user_path)) as parts:
-        numbers = _numbers(parts, {row.row_id for row in rows})
+        runs = len(config.model.adapters) if config.model.lora_grid else 1
+        numbers = _numbers(parts, {row.row_id for row in rows}, runs)
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
-            again = compute_again(config, parts, list(numbers.values()), Path(folder), None)
+            again = compute_again(config, parts, numbers, Path(folder), None)
     again = again.select([name for name in again.schema.names if name not in parts.by_schedule])
-    text = config.output.text_column
-    return [_audited(row, again, text, text_as) for row in rows]
+    text, grid = config.output.text_column, config.model.grid_column
+    return [_audited(row, _of_row(row, again, grid), text, text_as) for row in rows]
 
 
-def _numbers(parts: ResolvedJob, ids: set[str]) -> Mapping[str, int]:
-    """The numbers of rows in their data set, by their ids."""
+def _numbers(parts: ResolvedJob, ids: set[str], runs: int) -> Sequence[int]:
+    """The numbers, ascending, of the rows with these ids. Each id occurs `runs` times, once for
+    each adapter with which a row runs (`model.lora_grid`)."""
     source = parts.source
     source.find_index(None)  # a temporary row index, because a set has none
-    numbers: dict[str, int] = {}
+    numbers, missing = list[int](), set(ids)
     for row in source.rows():
         if row.id in ids:
-            numbers[row.id] = row.index
-            if len(numbers) == len(ids):
+            numbers.append(row.index)
+            missing.discard(row.id)
+            if len(numbers) == runs * len(ids):
                 return numbers
-    missing = sorted(ids - numbers.keys())
-    raise ConfigError(f"dataset: it has no row with the id {missing[0]}, which the set has")
+    raise ConfigError(f"dataset: it has no row with the id {min(missing)}, which the set has")
 
 
-def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRow:
+def _of_row(row: SetRow, again: pa.Table, grid: str | None) -> pa.Table:
+    """The recomputed samples of a row: of its adapter, if `grid` is a column of the set that names
+    it, else of all."""
     computed = again.filter(pc.equal(again["row_id"], row.row_id))
+    if grid is None or grid not in row.stored.schema.names:
+        return computed
+    return computed.filter(pc.equal(computed[grid], row.stored[grid][0]))
+
+
+def _audited(row: SetRow, computed: pa.Table, text: str, text_as: str) -> AuditedRow:
+    """Compare a row with its recomputed samples."""
     if text_as != text and text_as not in computed.schema.names:
         computed = computed.append_column(text_as, computed[text])
     left_out = {_ID, *(() if _is_copied(computed, row.stored) else (SOURCE,))}
@@ -127,7 +138,7 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     difference: str | None = "the recomputed row has no such sample"
     for at in range(computed.num_rows):
         sample = computed.slice(at, 1)
-        # If the set does not say which sample it has, it may be any.
+        # If the set does not say which sample or which adapter it has, it may be any.
         if row.sample in (None, sample[SAMPLE_COLUMN][0].as_py()):
             difference = first_difference(sample, row.stored, names)
             if difference is None:

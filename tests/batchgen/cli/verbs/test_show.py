@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,6 +43,8 @@ def test_rows_of_shards_and_journals_are_shown(stopped: Path, capsys: Printed) -
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = JobFolderReader(stopped).rows(["row_id", "sample_index"])
     assert rows == list(expected) and 8 < len(rows) < 80
+    assert show.main([str(stopped), "--rows", "9" * 20, "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
     assert show.main([str(stopped), "--rows", "0"]) == 0
     header = capsys.readouterr().out.splitlines()[0]
     assert f"out: failed, {len(rows)} of 80 answers ({len(rows) / 80:.0%}), " in header
@@ -139,6 +142,14 @@ def test_only_new_rows_of_shards_that_are_published_again(
     look()
     assert len(seen) == len(set(seen))
     assert set(seen) >= _answers(folder) - before and not set(seen) & before
+
+
+def test_rows_that_two_workers_have_computed_come_once(stopped: Path) -> None:
+    new = NewRows(stopped)
+    for path in list((stopped / "journal").glob("*.journal")):
+        shutil.copy(path, path.with_name(path.name.replace(".0001.", ".0002.")))
+    finished = [reason for batch in new.look() for reason in batch["finish_reason"].to_pylist()]
+    assert set(finished) <= {"error"}
 
 
 def _answers(folder: Path) -> set[tuple[int, int]]:

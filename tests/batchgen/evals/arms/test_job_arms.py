@@ -151,6 +151,14 @@ def test_scores_by_a_number(sweep: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "choose among tokens_per_answer" in capsys.readouterr().err
 
 
+def test_a_number_without_scores_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_job(tmp_path / "sweep" / "job", [row(0)])
+    assert run_verb("report", [str(tmp_path / "sweep"), "--x", "rows"]) == 2
+    assert "--x rows: no arm has a score" in capsys.readouterr().err
+
+
 def test_the_page_about_a_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb("report", [str(sweep)]) == 0
     assert capsys.readouterr().out.strip() == str(sweep / "report.html")

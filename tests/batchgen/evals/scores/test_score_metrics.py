@@ -35,6 +35,12 @@ def table(*questions: str) -> Marks:
     )
 
 
+def test_a_k_far_above_the_samples_takes_no_time() -> None:
+    marks = table("oox", "o")
+    for metric in (pass_at, pass_all, maj_at):
+        assert np.isnan(metric(marks, 10**30)).all()
+
+
 WORDS = st.lists(st.text("xo-?", min_size=1, max_size=7), min_size=1, max_size=4)
 
 

@@ -75,7 +75,7 @@ def test_cut_texts_count_as_in_the_end(tmp_path: Path, count_as: str, shown: str
 def test_steps_that_need_a_process_are_graded_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FIRST", 0.0)
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
     found = made(config(PATTERN), tmp_path)
     found.add(answers("yes", "no"))
     end = time.monotonic() + 60
@@ -108,7 +108,7 @@ def test_a_job_that_does_not_grade_has_none(tmp_path: Path) -> None:
 def test_grading_for_the_bar_takes_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ALWAYS", 0.0)
+    monkeypatch.setattr(module, "_FREE_SECONDS", 0.0)
     monkeypatch.setattr(module, "_SHARE", 0.0)
     found = made(config(EXACT), tmp_path)
     found.add(answers("yes"))

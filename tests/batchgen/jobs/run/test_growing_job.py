@@ -193,6 +193,17 @@ def test_a_limit_that_was_too_high_can_be_lowered_to_what_is_done(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_attempts_that_begin_in_the_same_second_are_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-01T00:00:00+0000")
+    for samples in (1, 2, 3):
+        FakeJob(str(tmp_path / "out"), rows=6, samples=samples).run()
+    metrics = _metrics(tmp_path / "out")
+    assert [attempt["rows"] for attempt in metrics["attempts"]] == [6, 6, 6]
+    assert metrics["device_s"] == sum(attempt["device_s"] for attempt in metrics["attempts"])
+
+
 def test_metrics_count_while_the_job_runs_and_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.__main__ import run_command
 from batchgen.cli.verbs import compare, score
 from batchgen.inputs.model.model_adapters import with_adapters
 from batchgen.inputs.model.open_model import open_model
@@ -283,3 +284,16 @@ def test_what_is_refused_before_weights_load(
         run(overrides(model, rows, tmp_path / "out", *arguments))
     assert says in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.thorough
+def test_a_set_with_rows_of_several_adapters_is_audited(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    run(overrides(model, rows, tmp_path / "grid", *grid(adapters), "dataset.limit=3"))
+    out = tmp_path / "set"
+    assert run_command(["select", str(tmp_path / "grid"), "--out", str(out)]) == 0
+    assert run_command(["audit", str(out), "--rows", "99"]) == 0
+    few = ["--where", "adapter == 'two'", "--columns", "text", "--out", str(tmp_path / "few")]
+    assert run_command(["select", str(tmp_path / "grid"), *few]) == 0
+    assert run_command(["audit", str(tmp_path / "few"), "--rows", "99"]) == 0

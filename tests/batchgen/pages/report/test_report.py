@@ -13,9 +13,13 @@ import pyarrow as pa
 import pytest
 
 from batchgen.cli.verb_table import run_verb
-from batchgen.config.groups.output_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts, ScoreConfig
+from batchgen.evals.scores.job_score import job_scores, save_score
+from batchgen.evals.scores.samples import Samples
 from batchgen.pages.report import write_report
+from batchgen.pages.report.charts import timeline_charts
 from batchgen.pages.report.eval_charts import Estimate, intervals
+from batchgen.pages.report.pass_rates import PassRates
 from batchgen.pages.report.report_data import (
     MOST_QUESTIONS,
     MOST_ROWS,
@@ -315,6 +319,30 @@ def test_grades_of_other_rows_are_not_shown(tmp_path: Path) -> None:
     _, page = read(job)
     assert "run `batchgen grade` again" in page.text
     assert "graded_against" not in page.text
+
+
+def test_a_timeline_without_time_has_no_charts() -> None:
+    assert timeline_charts([[0.0, 0, 0], [0.0, 1, 0], [0.0, 2, 5]]) == []
+
+
+def test_the_first_subsets_may_have_no_values(tmp_path: Path) -> None:
+    """The chart shows the first 100 of the subsets."""
+    fields = [pa.field(name, kind) for name, kind in (("n", pa.float64()), ("kind", pa.string()))]
+    rows = [row(i, n=None if i < 110 else 2.5, kind=f"k{i:03}") for i in range(120)]
+    job = finished_job(tmp_path / "job", rows, fields, graded=True)
+    save_score(job, job_scores(Samples(job, ScoreConfig(column="n", subset="kind"))))
+    assert "The first 100 of 120." in read(job)[0]
+
+
+def test_a_group_of_rows_may_have_the_name_of_all() -> None:
+    values = {
+        "row_id": ["a", "b"], "outcome": ["enough", "exhausted"], "num_valid": [2, 0],
+        "num_samples": [2, 4], "kind": ["all", "other"],
+    }  # fmt: skip
+    rates = PassRates()
+    rates.add(pa.table(values), np.array([0, 1]), "kind")
+    assert rates.outcomes == {"enough": 1, "exhausted": 1}
+    assert [line[:2] for line in rates.table()] == [("all", "2"), ("all", "1"), ("other", "1")]
 
 
 def test_a_report_that_cannot_be_made_is_a_warning(

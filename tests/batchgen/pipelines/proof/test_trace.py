@@ -159,6 +159,7 @@ def test_a_line_that_cannot_be_traced_is_refused(
         (["--line", "2", "--of", draft], "has no line 2"),
         (["--line", "3", "--of", draft], "is not JSON"),
         (["--line", "9", "--of", draft], "has no line 9"),
+        (["--line", "9" * 20, "--of", draft], "has no line 9"),
         (["--line", "0", "--of", draft], "counted from 1"),
         ([], "name a line of it with --line N"),
     ):
