@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -130,9 +131,10 @@ def _no_override(argument: str) -> str:
     return f"{argument} has no value: {hint}" + (f"; did you mean {example}?" if example else "")
 
 
-def unknown_group(group: str) -> str:
-    """The message, without the location, for a group that does not exist."""
-    guess = nearest(group, [*GROUPS, "experiment"])
+def unknown_group(group: str, others: Sequence[str] = ()) -> str:
+    """The message, without the location, for a group that does not exist. `others` are further
+    names that may have been meant."""
+    guess = nearest(group, [*GROUPS, "experiment", *others])
     return f"there is no group {group}: " + (
         f"did you mean {guess}?" if guess else f"choose among {', '.join(GROUPS)}"
     )
