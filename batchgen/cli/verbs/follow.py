@@ -94,16 +94,19 @@ class NewRows:
         for shard, files in journals.items():
             for path in files:
                 for batch in self._new_batches(path):
-                    known = self._known.get(shard, _NO_STATES)
-                    self._known[shard] = np.concatenate([known, _states(batch)])
-                    yield batch
+                    states = _states(batch)
+                    # Two workers may compute a row. A row whose error is computed again may fail
+                    # again, so errors always count as new.
+                    is_new = self._learn(shard, states) | (states & 1 == 1)
+                    if is_new.any():
+                        yield batch.filter(pa.array(is_new))
         data = self._folder / "data"
         for shard, path in shard_files(data).items() if data.is_dir() else ():
             time_written = path.stat().st_mtime_ns
             if self._published.get(shard) != time_written:
                 self._published[shard] = time_written
                 with CheckedFile(path) as file:
-                    is_new = self._learn(shard, file)
+                    is_new = self._learn(shard, _states(file.read(_STATE)))
                     if not is_first and is_new.any():
                         yield from _chosen(file, is_new)
 
@@ -120,10 +123,10 @@ class NewRows:
         self._read[path] = size, len(batches)
         return batches[num_read:]
 
-    def _learn(self, shard: int, file: CheckedFile) -> npt.NDArray[np.bool_]:
-        """Record the rows of a published shard. Returns [R], whether each was unknown before."""
-        known, states = self._known.get(shard, _NO_STATES), _states(file.read(_STATE))
-        self._known[shard] = np.union1d(known, states)  # the file may lack rows of journals
+    def _learn(self, shard: int, states: Ints) -> npt.NDArray[np.bool_]:
+        """Record rows of a shard by their `_states` [R]. Returns [R], whether each was unknown."""
+        known = self._known.get(shard, _NO_STATES)
+        self._known[shard] = np.union1d(known, states)
         return ~np.isin(states, known)
 
 

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -141,6 +142,14 @@ def test_only_new_rows_of_shards_that_are_published_again(
     look()
     assert len(seen) == len(set(seen))
     assert set(seen) >= _answers(folder) - before and not set(seen) & before
+
+
+def test_rows_that_two_workers_have_computed_come_once(stopped: Path) -> None:
+    new = NewRows(stopped)
+    for path in list((stopped / "journal").glob("*.journal")):
+        shutil.copy(path, path.with_name(path.name.replace(".0001.", ".0002.")))
+    finished = [reason for batch in new.look() for reason in batch["finish_reason"].to_pylist()]
+    assert set(finished) <= {"error"}
 
 
 def _answers(folder: Path) -> set[tuple[int, int]]:
