@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from batchgen.storage.folder.whole_shards import (
 )
 from batchgen.storage.leases.job_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.storage.leases.process_identity import started
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS
@@ -278,12 +278,4 @@ class JobFolderReader:
         if owner is None:
             return False
         pid, host = owner.groups()
-        if host != socket.gethostname():
-            return True
-        try:
-            os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # the process exists and belongs to another user
-            return True
-        return True
+        return host != socket.gethostname() or started(int(pid)) is not None
