@@ -7,7 +7,6 @@ Everything that reads rows or figures of a job uses `JobFolderReader`; `open_fol
 from __future__ import annotations
 
 import errno
-import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from batchgen.storage.folder.whole_shards import (
 )
 from batchgen.storage.leases.job_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.storage.leases.process_identity import started
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS
@@ -271,12 +271,4 @@ class JobFolderReader:
         if owner is None:
             return False
         pid, host = owner.groups()
-        if host != socket.gethostname():
-            return True
-        try:
-            os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # the process exists and belongs to another user
-            return True
-        return True
+        return host != socket.gethostname() or started(int(pid)) is not None
