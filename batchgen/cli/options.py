@@ -227,6 +227,8 @@ def _check_no_verb(argument: str, helps: bool) -> None:
     argument."""
     if helps or not argument.isalpha():
         return
+    if argument == "help":
+        raise ConfigError("help is not a verb: `batchgen --help` lists verbs, groups and options")
     if argument in _RUNNING:
         raise ConfigError(
             f"{argument} is not a verb: a job runs without one: `batchgen job.yaml`, or "

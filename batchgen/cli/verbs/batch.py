@@ -5,13 +5,16 @@ batchgen batch requests.jsonl results.jsonl model=hf model.path=Qwen/Qwen3-0.6B
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import report, verb
 from batchgen.cli.verb_table import VerbParser
+from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
+from batchgen.util.text.text_table import counted
 
 _ABOUT = """\
 Run an OpenAI batch file as a job, and write a result line for each of its lines, in order:
@@ -43,6 +46,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     from batchgen.api.python.configured_job import run_configured
 
+    if "=" in args.results and re.split("[.=]", args.results.lstrip("+"))[0] in (
+        *GROUPS,
+        EXPERIMENT,
+    ):
+        raise ConfigError(
+            f"batch: {args.results} is a key of the job, but the second argument is OUT, the file "
+            f"of result lines: batchgen batch {args.given} OUT {args.results}"
+        )
     paths = BatchPaths(short_user_path(args.given, "IN"), short_user_path(args.results, "OUT"))
     if not paths.user_path.is_file():
         raise ConfigError(f"batch: there is no file {args.given}")
@@ -58,5 +69,5 @@ def main(arguments: Sequence[str]) -> int:
         if code not in (0, 3):
             return code
     answered, failed = write_results(paths, config, any_rows=bool(summary.requests))
-    print(f"{answered:,} answers and {failed:,} errors in {args.results}")
+    print(f"{counted(answered, 'answer')} and {counted(failed, 'error')} in {args.results}")
     return 3 if failed else 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.experiments import leave_out_others
@@ -23,9 +23,20 @@ from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.overrides import Override, parse_override
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.compose.user_values import UserValues
-from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
+from batchgen.config.groups.config_keys import (
+    EXPERIMENT,
+    GROUPS,
+    PARTS,
+    STEP_LISTS,
+    nearest_key,
+)
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
+
+_GLOBAL = (
+    "the file of an experiment must have the line `# @package _global_` at the top, which makes "
+    "its keys those of the job"
+)
 
 
 def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
@@ -154,12 +165,34 @@ def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, st
         with initialize_config_module("batchgen.conf", version_base="1.3"):
             composed = compose_choices("config", overrides=[*overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"the choices {' '.join(overrides)} do not fit together: {error}"
-        ) from None
+        typed = " ".join(text for text in overrides if not text.startswith("hydra."))
+        reason = str(error).partition("\nConfig search path")[0]
+        if f"@{EXPERIMENT}." in reason:
+            reason = _GLOBAL
+        raise ConfigError(f"the choices {typed} do not fit together: {reason}") from None
     names = [str(name) for name in composed if name != "hydra"]
+    for name in names:
+        _check_group(name, composed[name])
     groups = {name: OmegaConf.to_container(composed[name]) for name in names}
     return groups, dict(composed.hydra.runtime.choices)
+
+
+def _check_group(name: str, value: Any) -> None:
+    """Check one entry of the composed choices. Raises ConfigError if it is a single key, or if an
+    experiment's file lacks its first line."""
+    if name == EXPERIMENT:
+        raise ConfigError(f"{EXPERIMENT}: {_GLOBAL}")
+    if isinstance(value, Container):
+        return
+    if name in PARTS:
+        kind = "list of steps" if name in STEP_LISTS else "group of keys"
+        raise ConfigError(f"{name} must be a {kind}, got {value!r}: leave it out for the default")
+    key = name if "." in name else nearest_key(name) or "sampling.n"
+    group, _, rest = key.partition(".")
+    raise ConfigError(
+        f"{name} is not a group of keys: files of choices write a group with its keys in it, "
+        f"such as `{group}: {{{rest}: …}}`"
+    )
 
 
 def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:

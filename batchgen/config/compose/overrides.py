@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from batchgen.config.groups.config_keys import (
     GROUPS,
@@ -70,13 +71,20 @@ class Override:
         key = ".".join([self.group, *self.names[:1]])
         hint = Any if len(self.names) > 1 else declared_type(key)
         try:
-            return read_value(self.text, hint, escapes=has_escapes(key))
+            value = read_value(self.text, hint, escapes=has_escapes(key))
         except UnclearEscape as error:
             raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
             bare = _BARE_STEP.match(self.text)
             braces = f"; each step needs braces around it: [{{{bare[1]}: …}}]" if bare else ""
             raise ConfigError(f"{self.argument} cannot be read: {error}{braces}") from None
+        numeric = {int, float} & {hint, *get_args(hint)}
+        if numeric and isinstance(value, str) and "," in value:
+            raise ConfigError(
+                f"{self.argument}: a job has one value of {self.key}: add --multirun to run a job "
+                "for each value (the decimal sign is a point)"
+            )
+        return value
 
     def _clear_forms(self) -> str:
         """How to type a text with an escape that is ambiguous."""
@@ -123,9 +131,10 @@ def _no_override(argument: str) -> str:
     return f"{argument} has no value: {hint}" + (f"; did you mean {example}?" if example else "")
 
 
-def unknown_group(group: str) -> str:
-    """The message, without the location, for a group that does not exist."""
-    guess = nearest(group, [*GROUPS, "experiment"])
+def unknown_group(group: str, others: Sequence[str] = ()) -> str:
+    """The message, without the location, for a group that does not exist. `others` are further
+    names that may have been meant."""
+    guess = nearest(group, [*GROUPS, "experiment", *others])
     return f"there is no group {group}: " + (
         f"did you mean {guess}?" if guess else f"choose among {', '.join(GROUPS)}"
     )

@@ -92,7 +92,9 @@ class UserValues:
                     "n: 4}`"
                 )
             elif group not in GROUPS:
-                raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
+                raise ConfigError(
+                    self.at(str(key)) + unknown_group(group or repr(key), ("steps", "export"))
+                )
             elif key != group:
                 self._add_key(key, value)
             elif isinstance(value, dict):

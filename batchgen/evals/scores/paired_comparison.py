@@ -203,10 +203,9 @@ def _run_mean(run: Marks, bounded: bool) -> _RunMean:
     sizes, sums = np.bincount(indices).astype(np.float64), np.bincount(indices, values)
     count, size = len(sizes), len(values) / len(sizes)
     mean, se = float(values.mean()), cluster_se(values, clusters)
-    if count < 2:
-        return _RunMean(mean, se, mean, math.nan, math.nan)
-    if bounded:
-        sizes, sums = np.append(sizes, [size, size]), np.append(sums, [size, 0.0])
+    if count < 2 or not bounded:
+        return _RunMean(mean, se, mean, se**2, count - 1)
+    sizes, sums = np.append(sizes, [size, size]), np.append(sums, [size, 0.0])
     centre = float(sums.sum() / sizes.sum())
     squares, number = float(np.square(sums - sizes * centre).sum()), len(sizes)
     variance = number / (number - 1) * squares / float(sizes.sum()) ** 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ _ROWS, _BYTES = 10_000, 1 << 24
 bytes."""
 _EXACT = ("bool", "string", "large_string", "float16", "float32", "float64")
 """The types besides integers whose values JSON represents exactly."""
+_UNITS = ("s", "ms", "us", "ns")
+"""The units of timestamps, the finest last."""
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -49,12 +50,12 @@ class ArrowFiles:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ArrowFiles:
-        """Find the common columns of files. Raises ConfigError for a type that rows cannot have."""
+        """Find the common columns of files. Raises ConfigError for a type that rows cannot have, or
+        if no type holds the values of a column in all files unchanged."""
         file_features = [_features(file, _schema(file)) for file in files]
         names = dict.fromkeys(name for features in file_features for name in features)
         columns = {
-            name: reduce(_both, [features[name] for features in file_features if name in features])
-            for name in names
+            name: _common(name, list(zip(files, file_features, strict=True))) for name in names
         }
         with_json = {
             name for features in file_features for name, kind in features.items() if has_json(kind)
@@ -145,9 +146,32 @@ def _features(file: Path, schema: pa.Schema) -> Features:
     return Features.from_arrow_schema(pa.schema(fields, schema.metadata))
 
 
+def _common(name: str, files: Sequence[tuple[Path, Features]]) -> Any:
+    """Return a feature that holds the values of a column in all files, given with their features.
+    Raises ConfigError if there is none."""
+    common: Any = Value("null")
+    for file, features in files:
+        if name not in features:
+            continue
+        try:
+            common = _both(common, features[name])
+        except _NoCommonType:
+            raise ConfigError(
+                f"dataset.path: {file}: column {name!r} has the type "
+                f"{_arrow_type(features[name])}, and {_arrow_type(common)} in other files, and no "
+                "type holds the values of both unchanged: write all files with one type, such as "
+                "text"
+            ) from None
+    return common
+
+
+class _NoCommonType(Exception):
+    """No feature holds the values of two features unchanged."""
+
+
 def _both(one: Any, other: Any) -> Any:
-    """Return a feature that holds the values of two features unchanged. If there is none: JSON if
-    it represents the values of both exactly, or else the first."""
+    """Return a feature that holds the values of two features unchanged. JSON if it represents the
+    values of both exactly, and no other does. Raises _NoCommonType if there is none."""
     if one == other or _is_null(other):
         return one
     if _is_null(one):
@@ -159,13 +183,37 @@ def _both(one: Any, other: Any) -> Any:
         return List(_both(one.feature, other.feature))
     if isinstance(one, Value) and isinstance(other, Value):
         kinds = (one.dtype, other.dtype)
-        if all("string" in kind for kind in kinds):
+        if any(all(text in kind for kind in kinds) for text in ("string", "binary")):
             return one
         if all(kind in _INTEGERS for kind in kinds) and "uint64" not in kinds:
             return Value("int64")
         if all("float" in kind for kind in kinds):
             return Value("float64")
-    return Json() if _is_json(one) and _is_json(other) else one
+    if _is_json(one) and _is_json(other):
+        return Json()
+    types = _arrow_type(one), _arrow_type(other)
+    if types[0] == types[1]:  # such as class labels and integers
+        return one
+    wider = _wider(*types)
+    if wider is None:
+        raise _NoCommonType
+    return Features.from_arrow_schema(pa.schema([("", wider)]))[""]
+
+
+def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type of dates, times or decimals that holds the values of two types unchanged;
+    None if there is none."""
+    if pa.types.is_date(one) and pa.types.is_date(other):
+        return pa.date32()
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz == other.tz:
+        return max(one, other, key=lambda kind: _UNITS.index(kind.unit))
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other) and one.scale == other.scale:
+        return max(one, other, key=lambda kind: kind.precision)
+    return None
+
+
+def _arrow_type(feature: Any) -> pa.DataType:
+    return Features({"": feature}).arrow_schema.field("").type
 
 
 def _is_null(feature: Any) -> bool:

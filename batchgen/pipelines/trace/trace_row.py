@@ -55,7 +55,8 @@ def trace_row(
             _add(trace, origin.folder, origin.row_id, origin.sample)
         return trace
     if line is not None or of is not None:
-        raise ConfigError(f"--line and --of are for exported files, and {job_path} is a folder")
+        kind = "a folder" if is_url(job_path) or path.is_dir() else "not there"
+        raise ConfigError(f"--line and --of are for exported files, and {job_path} is {kind}")
     if row_id is None:
         raise ConfigError("name the row: batchgen trace OUT ROW, or FILE --line N")
     if not is_url(job_path) and is_pipeline(job_path):

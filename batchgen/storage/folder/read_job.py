@@ -7,8 +7,6 @@ Everything that reads rows or figures of a job uses `JobFolderReader`; `open_fol
 from __future__ import annotations
 
 import errno
-import json
-import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -30,6 +28,7 @@ from batchgen.storage.folder.whole_shards import (
 )
 from batchgen.storage.leases.job_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.storage.leases.process_identity import started
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS
@@ -37,6 +36,7 @@ from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.folder_storage import FolderStorage, names_in
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import Manifest
+from batchgen.storage.stores.metrics_file import read_metrics
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
@@ -151,18 +151,11 @@ class JobFolderReader:
         In the file, a killed job still has the status `running`. Here its status is `killed`, if it
         ran on this machine. The counts may be up to ten seconds old.
         """
-        content = self.storage.read(self.path / "metrics.json")
-        if content is None:
-            return {}
-        try:
-            metrics: dict[str, Any] = json.loads(content)
-            if metrics["status"] == "running" and not self.may_run:
-                metrics["status"] = metrics["attempts"][-1]["status"] = "killed"
-        except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise JobError(
-                f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
-                "it; rows are readable without it, and the job's next attempt writes it again"
-            ) from None
+        metrics = read_metrics(self.storage) or {}
+        if metrics.get("status") == "running" and not self.may_run:
+            metrics["status"] = "killed"
+            for last in metrics.get("attempts", [])[-1:]:
+                last["status"] = "killed"
         return metrics
 
     @property
@@ -278,12 +271,4 @@ class JobFolderReader:
         if owner is None:
             return False
         pid, host = owner.groups()
-        if host != socket.gethostname():
-            return True
-        try:
-            os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # the process exists and belongs to another user
-            return True
-        return True
+        return host != socket.gethostname() or started(int(pid)) is not None

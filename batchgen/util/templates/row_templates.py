@@ -114,7 +114,7 @@ class RowTemplate:
             raise RequestError(
                 "missing_field",
                 f"{self.key} prints a value that is null ({', '.join(null) or 'see the row'}): "
-                "write {{ name or '' }} to allow that",
+                f"write {{{{ {null[0] if null else 'name'} or '' }}}} to allow that",
             ) from None
 
 

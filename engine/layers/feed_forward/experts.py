@@ -83,6 +83,12 @@ class Experts(nn.Module):
         self._num_experts, self._parallel = num_experts, parallel
         rank_experts = parallel.share("num_experts", num_experts)
         self._first = parallel.rank * rank_experts  # the index of this rank's first expert
+        # For each expert of all ranks, its index among those of this rank, or else their number.
+        self._own_indices = torch.full(
+            (num_experts,), rank_experts, dtype=torch.int32, device=where.device
+        )
+        indices = torch.arange(rank_experts, dtype=torch.int32, device=where.device)
+        self._own_indices[self._first : self._first + rank_experts] = indices
         rows = len(variant.first) * intermediate_size
         shapes = (rank_experts, rows, hidden_size), (rank_experts, hidden_size, intermediate_size)
         in_panels = keeps_panels(where.device, where.dtype, hidden_size, intermediate_size)
@@ -331,9 +337,7 @@ class Experts(nn.Module):
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn expert ids into indices among this rank's experts; experts of other ranks become the
         index one past the last."""
-        rank_experts = self._num_experts // self._parallel.size
-        indices = ids - self._first
-        return indices.masked_fill_((indices < 0) | (indices >= rank_experts), rank_experts)
+        return self._own_indices.index_select(0, ids.flatten()).view_as(ids)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a weight slot for each projection of each expert, and one for each kind of

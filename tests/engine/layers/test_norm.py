@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.norm import RMSNorm, norms_of_stream
 from batchgen.engine.parallel.placement import Placement
-from batchgen.engine.parallel.tensor_parallel import PendingParts
+from batchgen.engine.parallel.tensor_parallel import PendingNorm, PendingParts, summed
 from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows
 from batchgen.kernels.layers.shared_part import SharedPart
 
@@ -62,3 +62,42 @@ def test_parts_are_held_until_they_are_added_and_no_longer() -> None:
     assert held() is None
     with pytest.raises(AssertionError, match="added already"):
         norm.of_stream(stream)
+
+
+def test_several_norms_of_a_stream_to_which_a_norm_is_added() -> None:
+    """One of them in FP8, and one with another epsilon, which have launches of their own."""
+    generator = torch.Generator().manual_seed(0)
+    residual, result = torch.randn((2, 5, 144), generator=generator)
+    parts, scalar = torch.randn((3, 5, 144), generator=generator), torch.tensor([0.5])
+    after, *readers = (_norm(generator) for _ in range(5))
+    readers[1].quantise_result(FP8Format(), keep=True)
+    readers[2].eps = 0.5
+    total = result + parts.sum(0)
+    expected = (residual + after(total)) * 0.5
+    stream = after.add_to(residual, PendingParts(result, parts), scalar)
+    found, whole = norms_of_stream(readers, stream)
+    assert whole is residual
+    torch.testing.assert_close(whole, expected)
+    assert isinstance(found[1], RoundedRows)
+    found[1] = found[1].plain
+    for norm, normed in zip(readers, found, strict=True):
+        norm.quantise_result(None)
+        torch.testing.assert_close(normed, norm(whole))
+
+
+def test_a_norm_of_two_terms_is_added_and_releases_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    residual, one, other = torch.randn((3, 5, 144), generator=generator)
+    first, second, after = (_norm(generator) for _ in range(3))
+    expected = residual + after(first(one) + second(other))
+    parts = other.unsqueeze(0)
+    held = weakref.ref(parts)
+    terms = first.term(one), second.term(PendingParts(torch.float32, parts))
+    del parts
+    stream = after.add_to(residual, PendingNorm(None, terms, 1e-6))
+    del terms
+    assert held() is not None
+    torch.testing.assert_close(summed(stream), expected)
+    assert held() is None
+    with pytest.raises(AssertionError, match="added already"):
+        summed(stream)

@@ -27,7 +27,8 @@ from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.models.moe_model import MoEConfig
-from batchgen.engine.parallel.tensor_parallel import PendingParts
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import PendingParts, TensorParallel
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts_triton import ExpertWeights, grouped_parts_triton
@@ -345,3 +346,14 @@ def test_sdar_moe_is_qwen3_moe_under_a_block_mask(tiny_model: TinyModel) -> None
     sdar, qwen3 = (load_model(tiny_model(k), device=CPU) for k in ("sdar_moe", "qwen3_moe"))
     for name, parameter in qwen3.named_parameters():
         assert torch.equal(parameter, sdar.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_experts_of_other_ranks_are_one_past_the_last(rank: int) -> None:
+    where = Placement(CPU, torch.float32, TensorParallel(rank, 4))
+    experts = Experts(8, 16, 32, where=where)
+    ids = torch.arange(8, dtype=torch.int32).reshape(4, 2)
+    own = experts._own_ids(ids)
+    expected = torch.full((4, 2), 2, dtype=torch.int32)
+    expected[rank] = torch.tensor([0, 1])
+    assert own.dtype == torch.int32 and own.is_contiguous() and torch.equal(own, expected)

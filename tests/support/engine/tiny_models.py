@@ -327,7 +327,9 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         own = SIZES | {"pad_token_id": None} | own | config
         return _causal(family, own, CONFIG_NAMES.get(family, ""))
     if kind == "llama4_tower":
-        return _with_tower("Llama4", {"text_config": SIZES | _LLAMA4 | config, "vision_config": {
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        text = {"text_config": SIZES | _LLAMA4 | config}
+        return _with_tower("Llama4", tied | text | {"vision_config": {
             "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
             "num_attention_heads": 2, "vision_output_dim": 16, "image_size": 28, "patch_size": 14,
             "projector_input_dim": 16, "projector_output_dim": 16}})  # fmt: skip

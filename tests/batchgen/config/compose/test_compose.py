@@ -164,6 +164,31 @@ def test_choices_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# @package _global_\ndataset.path: q", "such as `dataset: {path: …}`"),
+        ("# @package _global_\nseed: 4", "such as `sampling: {seed: …}`"),
+        ("# @package _global_\npost:", "post must be a list of steps, got None"),
+        ("sampling: {n: 2}", "must have the line `# @package _global_` at the top"),
+        ("defaults: [override /sampling: sample]", "must have the line `# @package _global_`"),
+        (
+            "# @package _global_\ndefaults: [override /sampling: hot]",
+            "the choices +experiment=mine do not fit together: In 'config': Could not find",
+        ),
+    ],
+)
+def test_wrong_experiments_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(text + "\n")
+    assert run_command(["--config-dir", str(tmp_path), "+experiment=mine", "--cfg", "job"]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "search path" not in shown and "hydra" not in shown
+
+
+@pytest.mark.parametrize(
     ("first", "second", "distance"),
     [("", "", 0), ("ab", "", 2), ("abc", "abd", 1), ("abc", "acb", 1), ("kitten", "sitting", 3)],
 )

@@ -10,6 +10,7 @@ from scipy import stats
 from batchgen.evals.scores.intervals import (
     Interval,
     cluster_se,
+    mean_interval,
     population_interval,
     same_questions_interval,
 )
@@ -82,6 +83,38 @@ def test_population_interval_is_the_delta_method_on_log_odds() -> None:
 def test_all_right_or_all_wrong_is_not_certain(mean: float, inside: float) -> None:
     found = population_interval(np.full(30, mean), np.arange(30))
     assert found is not None and found.low <= min(mean, inside) and found.high >= max(mean, inside)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1 / 3, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("count", [2, 3, 30])
+def test_equal_questions_are_not_certain(mean: float, count: int) -> None:
+    """Wilson's bounds are the roots of (p − mean)² = t²·p(1 − p)/count."""
+    values = np.full(3 * count, mean)
+    values[:count], values[count : 2 * count] = mean * 0.9, mean * 1.1  # each cluster has the mean
+    found = population_interval(values, np.tile(np.arange(count), 3))
+    assert found is not None and found.se == 0 and found.estimate == pytest.approx(mean)
+    share = stats.t.ppf(0.975, count - 1) ** 2 / count
+    low, high = sorted(np.roots([1 + share, -2 * mean - share, mean**2]))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-9)
+
+
+def test_equal_numbers_have_no_bounds_whatever_their_rounding() -> None:
+    found = mean_interval(np.full(3, 0.1), np.arange(3))
+    assert found is not None and found.se == 0 and math.isnan(found.low)
+    copies = Marks.of(
+        [Sample(str(q), k, -1234.567 * (q + 1), "x") for q in range(3) for k in range(3)],
+        bounded=False,
+    )
+    same = same_questions_interval(copies, bounded=False)
+    assert same is not None and math.isnan(same.low)
+
+
+def test_the_spread_of_small_numbers_counts() -> None:
+    small = Marks.of(
+        [Sample("q", k, mark, "x") for k, mark in enumerate((1e-8, 3e-8))], bounded=False
+    )
+    found = same_questions_interval(small, bounded=False)
+    assert found is not None and found.se == pytest.approx(1e-8)
 
 
 def test_nothing_known_has_no_interval() -> None:

@@ -14,6 +14,7 @@ from batchgen.evals.scores.paired_comparison import (
     compare,
     paired_difference,
     row_differences,
+    unpaired_difference,
 )
 from batchgen.util.errors import ConfigError
 
@@ -221,6 +222,16 @@ def test_clusters_widen_the_interval() -> None:
     a, b = np.zeros((60, 2)), shift * np.ones(2)
     alone, together = compare(run(a), run(b)), compare(run(a, cluster_of=6), run(b))
     assert together.difference.se > 2 * alone.difference.se and together.p > alone.p
+
+
+def test_equal_numbers_of_unpaired_runs_have_no_p() -> None:
+    a, b = (
+        Marks.of([Sample(f"{x}{q}", 0, x, "x") for q in range(3)], bounded=False)
+        for x in (0.1, 0.3)
+    )
+    found = unpaired_difference(a, b, bounded=False)
+    assert found.interval.estimate == pytest.approx(0.2) and found.interval.se == 0
+    assert math.isnan(found.p) and math.isnan(found.interval.low)
 
 
 def test_exams_are_compared_over_common_rows() -> None:

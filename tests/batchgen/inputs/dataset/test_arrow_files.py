@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -105,6 +107,7 @@ def test_types_of_newer_writers(case: Any, kind: str, streaming: bool) -> None:
     assert streaming or rows_digest(data, len(want))
 
 
+DAY, TIME = datetime(2020, 1, 2), datetime(2021, 3, 4, 5, 6, 7, 890)
 FILES: list[tuple[pa.Table, pa.Table]] = [
     (column([7]), column(["007", "x"])),
     (column(["x"]), column([7])),
@@ -112,6 +115,9 @@ FILES: list[tuple[pa.Table, pa.Table]] = [
     (column([1.5]), column([7])),
     (column([7], pa.int32()), column([2**40])),
     (column([2**63 + 1], pa.uint64()), column([-1])),
+    (column([DAY], pa.timestamp("s")), column([TIME])),
+    (column([TIME]), column([DAY], pa.timestamp("s"))),
+    (column([Decimal("1.10")]), column([Decimal("12345.67")])),
     (column([True]), column([1])),
     (column([None]), column(["x"])),
     (column([["x"], []]), column([[]])),
@@ -140,6 +146,32 @@ def test_files_of_other_types_and_columns(number: int, kind: str, streaming: boo
     got = map(read, pa.Table.from_pylist(out, schema=data.schema).to_pylist())
     if "{" not in repr(want[0]["v"]):
         assert repr(list(got)) == repr(want)
+
+
+UNLIKE = [
+    pa.array([TIME]),
+    pa.array([DAY.date()]),
+    pa.array([TIME], pa.timestamp("us", "UTC")),
+    pa.array([Decimal("1.10")]),
+    pa.array([Decimal("1.1234")]),
+    pa.array([timedelta(1)]),
+    pa.array([b"x"]),
+    pa.array([[DAY.date()]]),
+    pa.array([{"a": DAY.date()}]),
+    pa.array(["2021-03-04"]),
+    pa.array([7]),
+    pa.array([0.1]),
+]
+
+
+@pytest.mark.parametrize("second", range(len(UNLIKE)))
+def test_no_value_is_converted_to_the_type_of_another_file(second: int) -> None:
+    """A time would lose its hours as a date, and 0.1 become 0.10 as a decimal."""
+    for first in range(min(second, 9)):
+        for i, k in ((first, second), (second, first)):
+            unlike = pa.table({"v": UNLIKE[i]}), pa.table({"v": UNLIKE[k]})
+            with pytest.raises(ConfigError, match=r"parquet/1.parquet: column 'v' has the type .*"):
+                source(write("parquet", *unlike))
 
 
 def test_what_cannot_be_a_row_is_named() -> None:

@@ -118,7 +118,7 @@ WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
         text("{{ n }} {{ q }}"),
         {"n": 1, "q": None},
         "missing_field",
-        "prompt.text prints a value that is null (q): write {{ name or '' }} to allow that",
+        "prompt.text prints a value that is null (q): write {{ q or '' }} to allow that",
     ),
     (
         "missing below",

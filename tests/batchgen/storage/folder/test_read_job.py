@@ -169,3 +169,17 @@ def test_metrics_of_a_killed_job_say_so(tmp_path: Path, owner: str, status: str)
     (tmp_path / ".lock").write_text(owner.format(host=socket.gethostname(), pid=os.getpid()))
     found = _reader(tmp_path).metrics
     assert found["status"] == found["attempts"][-1]["status"] == status
+
+
+def test_a_killed_job_whose_parent_has_not_noticed_is_killed(tmp_path: Path) -> None:
+    import os
+    import socket
+
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    try:
+        (tmp_path / "metrics.json").write_text('{"status": "running", "attempts": []}')
+        (tmp_path / ".lock").write_text(f"pid {child} on {socket.gethostname()}, since x")
+        assert not _reader(tmp_path).may_run
+    finally:
+        os.waitpid(child, 0)
