@@ -33,6 +33,22 @@ _MOST_NAMED = 3
 """The maximum number of repeated keys in an error."""
 
 
+_KINDS = {
+    "string": "text",
+    "large_string": "text",
+    "int": "whole numbers",
+    "uint": "whole numbers",
+    "float": "fractions",
+    "binary": "bytes",
+    "large_binary": "bytes",
+    "date": "dates",
+    "timestamp": "times",
+    "time": "times of day",
+    "duration": "durations",
+}
+"""What columns hold, by the beginnings of their types. Other types are equal only to themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Join(TableStep):
     """Adds columns from another table. The values for a row are those of the table's row with the
@@ -100,12 +116,13 @@ class Join(TableStep):
 
         their_features = self._table.features(self._needed)
         for ours, theirs in self._on.items():
-            feature = feature_of(features, ours) if ours != ROW_ID or ours in features else None
-            kinds = _kind(feature), _kind(feature_of(their_features, theirs))
+            is_id = ours == ROW_ID and ours not in features
+            own_kind = "text" if is_id else _kind(feature_of(features, ours))
+            kinds = own_kind, _kind(feature_of(their_features, theirs))
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
-                    f"{kinds[1]}, so they are never equal"
+                    f"{kinds[1]}, so they are never equal: write both with one type"
                 )
         return Features(
             {ours: feature_of(their_features, name) for name, ours in self._columns.items()}
@@ -219,9 +236,11 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _kind(feature: Any) -> str | None:
-    """Return whether a column holds text or whole numbers; None for other types."""
+    """Return what a column holds, the same for types whose values can be equal; None for JSON,
+    lists, structs and nulls."""
     dtype = getattr(feature, "dtype", None)
-    if dtype in ("string", "large_string"):
-        return "text"
-    is_integer = isinstance(dtype, str) and dtype.removeprefix("u").startswith("int")
-    return "whole numbers" if is_integer else None
+    if not isinstance(dtype, str) or dtype == "null":
+        return None
+    kind = next((kind for start, kind in _KINDS.items() if dtype.startswith(start)), dtype)
+    zone = dtype.partition("tz=")[2].rstrip("]")
+    return f"{kind} in {zone}" if zone else kind

@@ -1,0 +1,46 @@
+"""Values in row steps: keys that can be equal, and pieces that stay what they are."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Features, Value
+
+from batchgen.inputs.row_index.chain import Chain
+from batchgen.inputs.steps.join import Join
+from batchgen.util.errors import ConfigError
+
+
+def test_the_id_of_the_row_is_text(tmp_path: Path) -> None:
+    (tmp_path / "j.jsonl").write_text('{"id": 1, "note": "n"}\n')
+    step = Join(path=str(tmp_path / "j.jsonl"), on={"row_id": "id"}, columns=("note",))
+    with pytest.raises(ConfigError, match=r"'row_id' holds text, .* whole numbers.*: write both"):
+        Chain([step], Features({"text": Value("string")}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "equal"),
+    [
+        ("int64", "float64", False),  # pandas makes floats of whole numbers beside a null
+        ("int32", "bool", False),
+        ("string", "date32", False),
+        ("timestamp[us]", "timestamp[us, tz=UTC]", False),
+        ("decimal128(3, 2)", "decimal128(5, 4)", False),
+        ("timestamp[s]", "timestamp[us]", True),
+        ("int32", "uint64", True),
+        ("float32", "float64", True),
+        ("null", "int64", True),
+    ],
+)
+def test_keys_must_have_types_that_can_be_equal(
+    tmp_path: Path, ours: str, theirs: str, equal: bool
+) -> None:
+    kind, path = Features({"k": Value(theirs)}).arrow_schema.field("k").type, tmp_path / "j.parquet"
+    pq.write_table(pa.table({"k": pa.nulls(1, kind), "note": ["n"]}), path)
+    step = Join(path=str(path), on={"key": "k"}, columns=("note",))
+    if equal:
+        Chain([step], Features({"key": Value(ours)}))
+        return
+    with pytest.raises(ConfigError, match=r"on: column 'key' holds .* so they are never equal"):
+        Chain([step], Features({"key": Value(ours)}))
