@@ -68,7 +68,7 @@ class Grade:
         prefix: put before the names of the columns.
     """
 
-    version = 2
+    version = 3
 
     method: Method
     answer: str = "answer"
@@ -286,8 +286,12 @@ class Grade:
             right = same_math(target, answer)
             if not right and len(answer) > MOST_CHARACTERS:
                 raise GradeFailure("too_long", f"the answer has {len(answer)} characters")
-            # The same key for all forms of the right answer, so that votes count them together.
-            return right, forms(target if right else answer).shortest
+            # The same key for all forms of the right answer, so that votes count them together. A
+            # wrong answer has another one: for the target `5 cm`, `5 m` is not `5`.
+            right_key, form = forms(target).shortest, forms(answer)
+            if right:
+                return right, right_key
+            return right, form.main if form.shortest == right_key else form.shortest
         if self.method == "choice":
             key, normal_target = choice_letter(answer, choices), choice_letter(target, choices)
             return key == normal_target or equal_choices(key, normal_target, choices), key
