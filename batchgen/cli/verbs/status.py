@@ -62,19 +62,25 @@ def main(arguments: Sequence[str]) -> int:
 
 def _of_pipeline(out: str, *, as_json: bool) -> int:
     """Print the progress of each step of a pipeline, and what its workers do. Returns the exit
-    code."""
-    from batchgen.pages.report.pipeline_status import status_text, statuses, summary
+    code, 1 if a step is damaged."""
+    from batchgen.pages.report.pipeline_status import (
+        pipeline_counts,
+        status_text,
+        statuses,
+        summary,
+    )
 
+    is_damaged = any(step.damage is not None for step in pipeline_counts(out))
     if as_json:
         print(json.dumps(summary(out), indent=2, ensure_ascii=False))
-        return 0
+        return int(is_damaged)
     for line in status_text(out):
         print(line)
     for name, status in statuses(out).items():
         if status.workers:
             print(f"\nworkers of step {name}:")
             print("\n".join(lines(status, None)))
-    return 0
+    return int(is_damaged)
 
 
 def lines(status: Status, num_shards: int | None) -> list[str]:

@@ -3,7 +3,6 @@ Jobs with `post` steps do this at their end, and `batchgen score` and `batchgen 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from batchgen.evals.scores.samples import Samples, graded_rows
 from batchgen.evals.scores.scores import compute_scores
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
+from batchgen.storage.stores.metrics_file import METRICS, parse_metrics
 from batchgen.storage.stores.whole_file import write_atomic
 
 # The column of grades with what an answer was compared with.
@@ -84,10 +84,10 @@ def save_score(job: Path, scores: JobScores) -> None:
     """Write the scores into the metrics.json of a complete job, in place of those that it has.
 
     Raises:
-        JobError: it cannot be written.
+        JobError: it is damaged, or cannot be written.
     """
-    path = job / "metrics.json"
-    metrics = json.loads(path.read_text(encoding="utf-8"))
+    path = job / METRICS
+    metrics = parse_metrics(path.read_bytes(), str(path))
     # The long lists stay at the end of the file.
     last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
     for key, value in (("score", scores.score), ("adapter_scores", scores.adapters)):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 from batchgen.config.groups.workers_config import BudgetConfig
 from batchgen.storage.metrics.job_metrics import SAVE_SECONDS, Metrics
 from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.metrics_file import read_metrics
 from batchgen.util.duration import duration
 
 Attempts = Sequence[Mapping[str, Any]]
@@ -131,8 +131,7 @@ class Spending:
 
     def _read_all(self) -> Used:
         """What all workers have used: this worker by its own count, the others by metrics.json."""
-        content = self._storage.read(self._storage.path / "metrics.json")
-        attempts = [] if content is None else json.loads(content)["attempts"]
+        attempts = (read_metrics(self._storage) or {}).get("attempts", [])
         attempt = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}
         key = attempt["worker"], attempt["started"]
         others = [other for other in attempts if (other.get("worker"), other["started"]) != key]

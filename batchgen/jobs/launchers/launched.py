@@ -10,7 +10,6 @@ worker computes it any more.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.job_files import LOGS
 from batchgen.storage.leases.patience import patiently
+from batchgen.storage.stores.metrics_file import METRICS, parse_metrics
 from batchgen.util.errors import ConfigError
 
 COMPLETE = (0, 3)
@@ -75,10 +75,10 @@ class LaunchedFolder:
     def is_complete(self) -> bool:
         """Whether the job is complete, by its metrics.json."""
         try:
-            metrics = json.loads((self.path / "metrics.json").read_bytes())
+            content = (self.path / METRICS).read_bytes()
         except FileNotFoundError:
             return False
-        return bool(metrics["status"] == "complete")
+        return bool(parse_metrics(content, str(self.path / METRICS))["status"] == "complete")
 
     def has_rows_of(self, process: tuple[str, int] | None) -> bool:
         """Whether a process, as its host and process id, had finished rows."""

@@ -5,7 +5,6 @@ Each function returns the `JobResult`, whose message the command prints.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from batchgen.config.compose.load_config import resolved
@@ -27,6 +26,7 @@ from batchgen.storage.shards.output_fields import CHANNEL
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.metrics_file import read_metrics
 from batchgen.util.signals import StopSignals
 
 
@@ -59,11 +59,8 @@ class JobResult:
 def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobResult | None:
     """The result of a job that another worker has completed; None if none has. This worker has
     computed `rows` rows."""
-    content = storage.read(storage.path / "metrics.json")
-    if content is None:  # no worker has written it yet
-        return None
-    metrics = json.loads(content)
-    if metrics["status"] != "complete":
+    metrics = read_metrics(storage)
+    if metrics is None or metrics["status"] != "complete":  # None: no worker has written it yet
         return None
     totals = Totals.of(metrics)
     head = f"The job is complete; this worker has computed {rows:,} of its answers.\n"
@@ -156,7 +153,7 @@ def already_complete(
     message = "This job is complete already; nothing was computed.\n"
     display_name = storage.display_name
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    metrics = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
+    metrics = read_metrics(storage) or {}
     steps = all_steps(metrics, _name(storage))
     questions = num_questions(folder.manifest, facts)
     job = JobSummary(

@@ -11,21 +11,25 @@ judge    378     0        0   378      120       0   120  running
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.costs.chain_costs import JobCost, cost_line
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.metrics.tally import Totals
 from batchgen.storage.stores.manifest import ROWS
+from batchgen.storage.stores.metrics_file import METRICS
+from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.text_table import columns
 
 HEADER = ("step", "read", "made", "dropped", "rows", "answers", "errors", "kept", "state")
-_NOT_BEGUN = "not begun"
+_NOT_BEGUN, _DAMAGED = "not begun", "damaged"
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,14 @@ class StepCounts:
     Attributes:
         name: the name of the step.
         folder: the name of the step's folder.
-        state: the status in metrics.json, or that the step has not begun.
+        state: the status in metrics.json, or that the step has not begun or is damaged.
         left: (filter, number of rows after it), in order; the first entry is the number of rows
             that were read.
         answers: the number of finished answers, errors included.
         errors: the number of answers with an error.
         device_s: seconds of device time.
         price_per_hour: the price of an hour of its devices, if it is known.
+        damage: for a damaged step, what is wrong and what to do; otherwise None.
     """
 
     name: str
@@ -52,6 +57,7 @@ class StepCounts:
     errors: int = 0
     device_s: float = 0.0
     price_per_hour: float | None = None
+    damage: str | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -145,11 +151,18 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         job = JobSummary.of(metrics, reader.config)
         device_s = float(metrics.get("device_s", 0.0))
         return StepCounts(name, at, state, left, rows, errors, device_s, job.price_per_hour)
-    except ConfigError:
-        return StepCounts(name, at)
+    except ConfigError as error:
+        with closing(open_storage(folder, WorkersConfig())) as storage:
+            is_begun = storage.exists(storage.path / METRICS)
+        return (
+            StepCounts(name, at, _DAMAGED, damage=str(error)) if is_begun else StepCounts(name, at)
+        )
+    except JobError as error:
+        return StepCounts(name, at, _DAMAGED, damage=str(error))
     # What somebody else wrote can have any shape.
-    except (JobError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return StepCounts(name, at, "damaged")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{folder} has a file that is not of batchgen ({type(error).__name__}: {error})"
+        return StepCounts(name, at, _DAMAGED, damage=f"{why}: copy the folder again")
 
 
 def _answers_left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -25,18 +25,23 @@ def pipeline_counts(out: str) -> list[StepCounts]:
 
 
 def status_text(out: str) -> Iterator[str]:
-    """Yield the funnel as a table, and a line for each step that has begun and is not complete."""
+    """Yield the funnel as a table, and a line for each step that is damaged, or has begun and is
+    not complete."""
     steps = pipeline_counts(out)
     yield funnel_table(steps)
     for step in steps:
-        if step.is_begun and step.state != "complete":
+        if step.damage is not None:
+            yield f"step {step.name} is damaged: {step.damage}"
+        elif step.is_begun and step.state != "complete":
             yield status_line(open_job_reader(f"{out}/{step.folder}"), step.name)
 
 
 def statuses(out: str) -> Mapping[str, Status]:
-    """Return the workers of each step that has begun, by the step's name."""
+    """Return the workers of each step that has begun and is not damaged, by the step's name."""
     result = {}
     for step in pipeline_counts(out):
+        if step.damage is not None:
+            continue
         try:
             reader = open_job_reader(f"{out}/{step.folder}")
         except ConfigError:  # it has not begun

@@ -9,7 +9,6 @@ therefore a new folder. It copies the rows of its older versions that are still 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,10 +29,9 @@ from batchgen.storage.folder.pipeline_record import (
 )
 from batchgen.storage.folder.step_folders import locked_record, read_record, refuse_linked
 from batchgen.storage.leases.job_files import MANIFEST
+from batchgen.storage.stores.metrics_file import METRICS, parse_metrics
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
-
-METRICS = "metrics.json"
 
 
 class OpenPipeline:
@@ -107,8 +105,10 @@ class OpenPipeline:
         ]
         attempts: list[Mapping[str, Any]] = []
         for other in sharing if budget.limits else ():
-            content = self._storage.read(self._storage.path / self.record.current[other] / METRICS)
-            attempts += [] if content is None else json.loads(content)["attempts"]
+            path = self._storage.path / self.record.current[other] / METRICS
+            content = self._storage.read(path)
+            if content is not None:
+                attempts += parse_metrics(content, str(path)).get("attempts", [])
         return attempts
 
     def _is_begun(self, folder: str) -> bool:

@@ -7,7 +7,6 @@ Everything that reads rows or figures of a job uses `JobFolderReader`; `open_fol
 from __future__ import annotations
 
 import errno
-import json
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.folder_storage import FolderStorage, names_in
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import Manifest
+from batchgen.storage.stores.metrics_file import read_metrics
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
@@ -151,18 +151,11 @@ class JobFolderReader:
         In the file, a killed job still has the status `running`. Here its status is `killed`, if it
         ran on this machine. The counts may be up to ten seconds old.
         """
-        content = self.storage.read(self.path / "metrics.json")
-        if content is None:
-            return {}
-        try:
-            metrics: dict[str, Any] = json.loads(content)
-            if metrics["status"] == "running" and not self.may_run:
-                metrics["status"] = metrics["attempts"][-1]["status"] = "killed"
-        except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise JobError(
-                f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
-                "it; rows are readable without it, and the job's next attempt writes it again"
-            ) from None
+        metrics = read_metrics(self.storage) or {}
+        if metrics.get("status") == "running" and not self.may_run:
+            metrics["status"] = "killed"
+            for last in metrics.get("attempts", [])[-1:]:
+                last["status"] = "killed"
         return metrics
 
     @property

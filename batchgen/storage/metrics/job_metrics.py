@@ -6,7 +6,6 @@ file.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
@@ -23,6 +22,7 @@ from batchgen.storage.metrics.tally import Tally
 from batchgen.storage.metrics.timeline import Timeline, metrics_text
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.metrics_file import read_metrics
 from batchgen.storage.stores.whole_file import write_atomic
 
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file
@@ -132,7 +132,7 @@ class Metrics:
         team: Peers | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """Read the figures of earlier attempts."""
+        """Read the figures of earlier attempts. Raises JobError if their file is damaged."""
         self._path = path
         self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
@@ -156,10 +156,9 @@ class Metrics:
         self.read_jobs: Sequence[JobCost] = ()
         self.sampling: Mapping[str, Mapping[str, float | None]] = {}
         self.tell: Callable[[Mapping[str, Any]], None] = lambda content: None
-        if (content := self._storage.read(path)) is not None:
-            earlier = json.loads(content)
+        if (earlier := read_metrics(self._storage)) is not None:
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
-            self._earlier = earlier["attempts"]
+            self._earlier = earlier.get("attempts", [])
             self.was_complete = earlier["status"] == "complete"
         for earlier in self._earlier:
             if earlier["status"] == "running":
@@ -276,8 +275,7 @@ class Metrics:
         file of a complete job has more figures than this worker can collect by then, because the
         files that the workers exchange are deleted.
         """
-        content = self._storage.read(self._path)
-        if content is None or json.loads(content).get("status") != "complete":
+        if (read_metrics(self._storage) or {}).get("status") != "complete":
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
 

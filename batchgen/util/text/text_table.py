@@ -15,7 +15,11 @@ COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
 """Value of `score.cut_texts` → what it means for truncated texts, in words."""
 _NAME = 32
 """The most characters of a subset's name, so that its line fits into 80 columns."""
-_UNKNOWN = "unknown (all samples of a question agree)"
+_UNKNOWN = {
+    "new": "unknown (it needs two questions)",
+    "same": "unknown (all samples of a question agree)",
+}
+"""Interval → why it is unknown."""
 
 
 def table_text(*parts: Sequence[Line]) -> str:
@@ -136,7 +140,7 @@ def _average(average: Mapping[str, Any], format_value: Callable[[float | None], 
     text = format_value(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {value_range(interval, format_value) or _UNKNOWN}"
+            text += f", {what} questions {value_range(interval, format_value) or _UNKNOWN[what]}"
     return text
 
 

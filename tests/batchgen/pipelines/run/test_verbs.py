@@ -15,7 +15,7 @@ import yaml
 from batchgen.__main__ import run_command
 from batchgen.pages.viewer.folder_site import FolderSite
 from batchgen.storage.shards.checked_file import seal
-from tests.support.jobs.pipeline_job import folders, run, values, written
+from tests.support.jobs.pipeline_job import folders, run, shards, values, written
 
 Said = pytest.CaptureFixture[str]
 
@@ -170,3 +170,39 @@ def test_view_lists_the_steps_first(out: Path) -> None:
     while not key.startswith(tuple("0123456789abcdef")) or "/" not in key[:20]:
         key = key.partition('href="')[2]
     assert FolderSite(out, "out").respond(key.partition('"')[0], {}).status == 200
+
+
+@pytest.mark.parametrize("damage", ["metrics.json", "manifest.json", "config.yaml", "data"])
+def test_a_damaged_step_is_named_and_the_others_are_listed(
+    damage: str, out: Path, tmp_path: Path, capsys: Said
+) -> None:
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    path = folders(copy)["judge"] / damage
+    shutil.rmtree(path) if damage == "data" else path.write_text('{"status": ')
+    capsys.readouterr()
+    assert run_command(["status", str(copy), "--json"]) == 1
+    steps = json.loads(capsys.readouterr().out)
+    assert [step["state"] for step in steps.values()] == ["complete", "damaged", "complete"]
+    assert run_command(["status", str(copy)]) == 1
+    said = capsys.readouterr().out
+    assert f"step judge is damaged: {steps['judge']['damage']}" in said
+    assert folders(copy)["judge"].name in said
+
+
+def test_a_damaged_metrics_file_is_refused_until_it_is_removed(
+    out: Path, tmp_path: Path, capsys: Said
+) -> None:
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    again = [str(out.parent / "pipeline.yaml"), f"output.dir={copy}"]
+    path = folders(copy)["judge"] / "metrics.json"
+    for content in ("", '{"status": ', "[]", '{"status": "complete", "attempts": [1]}'):
+        path.write_text(content)
+        capsys.readouterr()
+        assert run_command(again) == 1
+        said = capsys.readouterr().err
+        assert f"batchgen: step judge: {path} is damaged" in said and "remove it" in said
+        assert "Traceback" not in said
+    path.unlink()
+    assert run_command(again) == 0
+    assert json.loads(path.read_bytes())["status"] == "complete"
+    assert shards(copy) == shards(out)

@@ -53,6 +53,11 @@ def test_copies_cannot_tell_how_sure_a_score_is() -> None:
     assert "uncertainty unknown (same questions)" in text and "nan" not in text
 
 
+def test_one_question_cannot_tell_about_others() -> None:
+    lines = dict(score_lines(compute_scores(Marks.of([Sample("0", 0, 1.0, "5")]))))
+    assert lines["score"] == "100.0%, new questions unknown (it needs two questions)"
+
+
 def test_cut_texts_are_no_texts_without_a_mark() -> None:
     cut = [Sample(str(i), 0, 1.0, "5", truncated=i < 7) for i in range(10)]
     lines = dict(score_lines(compute_scores(Marks.of(cut))))
