@@ -117,8 +117,8 @@ class Join(TableStep):
         their_features = self._table.features(self._needed)
         for ours, theirs in self._on.items():
             is_id = ours == ROW_ID and ours not in features
-            own = "text" if is_id else _kind(feature_of(features, ours))
-            kinds = own, _kind(feature_of(their_features, theirs))
+            own_kind = "text" if is_id else _kind(feature_of(features, ours))
+            kinds = own_kind, _kind(feature_of(their_features, theirs))
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
