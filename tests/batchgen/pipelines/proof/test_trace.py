@@ -258,6 +258,18 @@ def test_a_job_that_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the job is stopped" in capsys.readouterr().err
 
 
+def test_a_row_that_a_stopped_job_has_not_reached_was_not_dropped(
+    top: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Path(shutil.copytree(top / "judge", tmp_path / "judge"))
+    name = pq.read_table(judge / "data")["row_id"][0].as_py()
+    shutil.rmtree(judge / "data")
+    metrics = json.loads((judge / "metrics.json").read_bytes())
+    (judge / "metrics.json").write_text(json.dumps({**metrics, "status": "failed"}))
+    assert run_command(["trace", str(judge), name]) == 2
+    assert "is not there, and the job is failed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
