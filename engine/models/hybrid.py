@@ -91,9 +91,13 @@ class HybridForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower, which
+        checkpoints with a tower have."""
         return piece_beside_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of the tower, or of the head for multi-token prediction, for its tensors,
+        if it is not built; the loader then leaves them out."""
         if self.visual is None and is_of_tower(name):
             return VISION_TOWER
         if name.startswith(f"{MTP_HEAD}.") and MTP_HEAD not in self.heads:
