@@ -3,6 +3,7 @@ combinations."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,15 +171,34 @@ def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
 
 
 def _feature(name: str, pieces: Sequence[Any]) -> Any:
-    """Infer the feature (a type of datasets) of the pieces in a list. Raises ConfigError if they
-    have none in common."""
+    """Infer the feature (a type of datasets) of the pieces in a list. Raises ConfigError if none
+    holds all of them unchanged."""
     import pyarrow as pa
     from datasets import Features
 
-    try:
-        column = pa.array(pieces, from_pandas=False)
-    except (pa.ArrowException, TypeError, ValueError):
-        raise ConfigError(f"{name}: pieces must all be of one type, got {pieces!r:.100}") from None
-    if column.null_count:
+    from batchgen.inputs.steps.stored_values import Storing  # it loads datasets
+
+    if None in pieces:
         raise ConfigError(f"{name}: a piece must not be null")
-    return Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]
+    try:
+        kind = pa.array(pieces, from_pandas=False).type
+        features = Features.from_arrow_schema(pa.schema([(name, kind)]))
+        storing = Storing(features)
+        table = storing.table([{name: piece} for piece in pieces])
+        stored = [storing.value(table, row)[name] for row in range(len(pieces))]
+        # Parquet has no objects without keys, and 1 == 1.0, but not as text.
+        unchanged = "struct<>" not in str(kind) and _json(stored) == _json(pieces)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        unchanged = False
+    if not unchanged:
+        raise ConfigError(
+            f"{name}: pieces must all be of one type, which holds them unchanged, got "
+            f"{pieces!r:.100}: beside fractions write 1 as 1.0, leave out keys that are null or "
+            "{}, and write all else as text"
+        )
+    return features[name]
+
+
+def _json(pieces: Sequence[Any]) -> str:
+    """Return pieces as JSON text, which differs if a value or its type differs."""
+    return json.dumps(pieces, sort_keys=True, default=str)
