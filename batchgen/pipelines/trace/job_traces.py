@@ -88,7 +88,8 @@ class JobTraces:
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add the rows from which a row was made."""
         if self._dataset.get("kind") != "job":
-            index = self._data_index(int(row[ROW_COLUMN]))
+            runs = runs_of_row(self.reader.manifest)
+            index = self._data_index(int(row[ROW_COLUMN]) // runs)
             trace.origins.append(source_place(self._dataset, index))
             return
         source = row.get("source")
@@ -117,7 +118,8 @@ class JobTraces:
                 yield folder, row_id.removeprefix(f"{name}/")
 
     def _data_index(self, row_index: int) -> int:
-        """Return the index in the data set of a row of the job."""
+        """Return the index in the data set of a row of the job; the copies of a row for several
+        adapters count as one row."""
         facts = self.reader.row_facts
         if facts is None:
             return row_index
