@@ -20,7 +20,7 @@ from batchgen.engine.models.moe_model import (
     extended,
     num_experts,
 )
-from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.mtp import MTP_HEAD, MTP_PART
 from batchgen.engine.models.vision_part import (
     MROPE_KEYS,
     VISION_TOWER,
@@ -101,7 +101,7 @@ class HybridForCausalLM(MoEForCausalLM):
         if self.visual is None and is_of_tower(name):
             return VISION_TOWER
         if name.startswith(f"{MTP_HEAD}.") and MTP_HEAD not in self.heads:
-            return "the head for multi-token prediction"
+            return MTP_PART
         return None
 
 

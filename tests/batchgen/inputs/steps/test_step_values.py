@@ -11,6 +11,7 @@ from datasets import Features, Value
 from batchgen.inputs.row_index.chain import Chain
 from batchgen.inputs.steps.join import Join
 from batchgen.inputs.steps.pieces import Cross
+from batchgen.inputs.steps.table_step import Tools
 from batchgen.util.errors import ConfigError
 
 FEATURES = Features({"text": Value("string")})
@@ -83,3 +84,14 @@ def test_pieces_that_would_change_are_refused(pieces: list[Any]) -> None:
 )
 def test_pieces_of_one_type_are_kept(pieces: list[Any]) -> None:
     assert Chain([Cross(pieces={"p": pieces})], FEATURES)
+
+
+def test_half_of_a_pair_in_another_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text('{"text": "a", "note": "\\ud83d"}\n')
+    named = r"path: .*j.jsonl: a text in note has half of a UTF-16 pair .*: cut texts"
+    with pytest.raises(ConfigError, match=named):
+        Chain([Cross(pieces={"note": str(path)})], FEATURES)
+    join = Join(path=str(path), on=("text",), columns=("note",))
+    with pytest.raises(ConfigError, match=named):
+        join.start(Tools(FEATURES))
