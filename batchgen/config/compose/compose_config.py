@@ -198,6 +198,7 @@ def _check_group(name: str, value: Any) -> None:
 def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:
     """Set a key of the job file."""
     group, _, name = key.partition(".")
+    # A key of a mapping that is the value of a key, such as `template_kwargs.thinking`.
     if name not in groups[group] and name.partition(".")[0] in groups[group]:
         _set_below(groups[group], name.split("."), value, collected.at(key) + key)
         return

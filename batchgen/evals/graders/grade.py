@@ -224,6 +224,8 @@ class Grade:
         Raises:
             GradeFailure: the row has no target.
         """
+        if self.method != "function" and (value != value or not str(value).strip()):
+            value = None  # NaN and an empty text are no target either
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
@@ -249,8 +251,12 @@ class Grade:
         if isinstance(value, list) and self.method == "choice":
             if value and all(isinstance(item, str) for item in value):
                 return ", ".join(value)  # the letters of several choices
-        if isinstance(value, Mapping) or (
-            isinstance(value, list) and not all(type(item) in (int, float) for item in value)
+        is_list = isinstance(value, list)
+        if (
+            isinstance(value, Mapping)
+            or (is_list and not all(type(item) in (int, float) for item in value))
+            # As text, a list of two numbers is an interval.
+            or (is_list and self.method == "math" and len(value) != 1)
         ):
             raise GradeFailure(
                 "bad_target",
