@@ -5,11 +5,11 @@ tile of consecutive tokens of one row, for all query heads that share one KV hea
 head) is a line of its products. So a tile spans few positions, and little above the diagonal is
 computed.
 
-A program visits tiles of keys in order, which begin at multiples of `block_n` in the row, and keys
-that a query may not see change no bit of it. So a query's result depends neither on the batch nor
-on how its row was divided into prefills (of whole blocks of positions). With a window a program
-begins at the first tile of keys that one of its queries sees. The reference is
-`attention.paged_attention` on a CPU.
+A program visits tiles of keys in order, which begin at multiples of `block_n` in the row. A key
+that a query may not see gets the weight 0, so it changes no bit of the query's sums. So a query's
+result depends neither on the batch nor on how its row was divided into prefills, if each prefill
+reads whole blocks of `block_length` positions. With a window a program begins at the first tile of
+keys that one of its queries sees. The reference is `attention.paged_attention` on a CPU.
 
 With many new tokens per context token (`does_gathering_pay`), one launch copies keys and values out
 of the KV blocks, and TMA loads whole tiles of the copies (`kv_gather`). The tiles are the same, so
@@ -51,7 +51,7 @@ def paged_attention_prefill(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
-    last_seen: Tensor | None = None,  # [T] int64, the last position that each query sees
+    last_seen: Tensor | None = None,  # [T] int64, ordered as positions: the last that a query sees
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
@@ -73,7 +73,7 @@ def paged_attention_prefill(
     assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
     assert window is None or block_length == 1
     assert last_seen is None or block_length == 1
-    window_ends = None if window is None or last_seen is None else positions  # not last_seen
+    window_ends = None if window is None or last_seen is None else positions  # see _attend_tile
     if not num_tokens:
         return out
     config = plan.config
@@ -133,7 +133,8 @@ def _attend_tile(
 
     Without MASKED each query sees the whole tile. With it, a query sees keys up to its `last_seen`
     [BLOCK_M], and with WINDOW only those inside its window, which ends at `window_ends` [BLOCK_M],
-    or at `last_seen` if that is None. Values that no query sees may be loaded too: they are finite,
+    or at `last_seen` if that is None. The two differ for queries that see later tokens: a window
+    ends at the query's own position. Values that no query sees may be loaded too: they are finite,
     and their weight is 0.
 
     With GATHERED, `table` is the index of the row's first token among the copies. Otherwise `table`
@@ -173,7 +174,7 @@ def _attend_tile(
         score *= key_scale[None, :]
     if CAP is not None:
         score = capped_score(score * scale_log2, CAP)
-        scale_log2 = 1.0
+        scale_log2 = 1.0  # the capped score is scaled already
     if MASKED:
         # Scores are masked before they are scaled, so that the fused multiply-subtract below rounds
         # as it does without MASKED.
@@ -190,6 +191,7 @@ def _attend_tile(
     rescale = tl.exp2(top - shift)
     total = total * rescale + tl.sum(weight, 1)
     if scales is not None:
+        # The factor keeps small weights in the range of float16; the caller divides by it.
         weight *= value_scale[None, :] * WEIGHT_FACTOR
     acc = accumulate_dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
     return acc, peak, total, block
@@ -233,6 +235,10 @@ def _prefill_kernel(
     The program takes tiles of keys in three loops, in ascending order: with a window, first the
     tiles that may begin before a query's window, with masks; then those that every query sees
     whole, without masks; then those that reach past what the first query sees, with masks.
+
+    `positions_ptr` are the last positions that queries see, before BLOCKED extends them to the ends
+    of their blocks. They ascend in a row, so the tile's first and last query bound all others.
+    WINDOW and CHUNKED are those of `window_arguments`.
     """
     # The grid has one dimension, since the others allow only 65535 programs. Programs of the same
     # tile and different KV heads are neighbours.
