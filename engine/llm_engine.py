@@ -6,7 +6,9 @@ until `has_unfinished` is False.
 
 A *row* is the sequence of a request. An output *column* has values for a row's tokens besides the
 ids, such as log-probabilities. A column of *context scope* has a value for each token that the
-model reads; it is stored in the paged cache and copied to the host when the row ends. With tensor
+model reads; it is stored in the paged cache and copied to the host when the row ends. A column of
+*answer scope* has a value for each token of an answer that is passed in to be scored. A *replay*
+scores such an answer of a diffusion model, step by step (its `Trajectory`). With tensor
 parallelism each GPU is a *rank* with an engine of its own: that of rank 0 takes the requests and
 sends every step to the others, which run the same.
 """
@@ -191,6 +193,7 @@ class LLMEngine:
         running, lengths = self.scheduler.running, {}
         for request_id, seq in self._live.items():
             slot = seq.batch_slot
+            # The newest tokens of a running row are in the arrays of the batch until `flush`.
             num_tokens = seq.num_tokens if slot is None else int(running.num_tokens[slot])
             if (
                 seq.finish_reason is None
@@ -209,7 +212,9 @@ class LLMEngine:
         their values are missing, as in a preempted row that is being computed again.
         """
         seq = self._live[request_id]
-        counts = self.scheduler.flush(seq)
+        counts = self.scheduler.flush(seq)  # moves the newest tokens to seq; the strategy's counts
+        # Columns of context scope have a value for each token that was read. Output token `start`
+        # was drawn from the read of the token before it.
         context_start = seq.num_prompt_tokens + start - 1 if start else 0
         if seq.context_columns and seq.context.num_tokens < seq.num_tokens - 1:
             return None
@@ -349,7 +354,7 @@ class LLMEngine:
         self._finished += self._leaving
         self._leaving = []
         batch = self.scheduler.schedule()
-        self._finished += self.scheduler.take_broken()
+        self._finished += self.scheduler.take_broken()  # rows whose images cannot be read
         if batch is not None:
             self.stats.count_batch(batch, self.scheduler)
             if self._costs is not None:
@@ -399,6 +404,7 @@ class LLMEngine:
             self._costs.share(leave=len(self._launched) + launching)
 
     def _catch_up(self) -> None:
-        """Read all steps that were launched before the one that is being launched."""
+        """Read all steps that were launched before the one that is being launched. The launcher
+        calls this before it makes the masks of constraints, which depend on the newest tokens."""
         while self._launched:
             self._read_oldest(launching=1)

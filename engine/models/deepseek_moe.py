@@ -10,7 +10,7 @@ from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.moe_model import MoEForCausalLM
-from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.mtp import MTP_HEAD, MTP_PART
 from batchgen.kernels.moe.router.router_form import RouterForm
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DeepseekMoEForCausalLM(MoEForCausalLM):
         built."""
         match = _LAYER.match(name)
         is_head = match is not None and int(match[1]) >= self.config.num_layers
-        return "the head for multi-token prediction" if is_head and not self.heads else None
+        return MTP_PART if is_head and not self.heads else None
 
 
 def mtp_layers(hf: PretrainedConfig) -> int:

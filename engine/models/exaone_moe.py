@@ -9,6 +9,7 @@ from batchgen.engine.models.dense import dense_config, head_size
 from batchgen.engine.models.exaone4 import windows_and_ropes
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended, num_experts
+from batchgen.engine.models.mtp import MTP_PART
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,7 +53,9 @@ class ExaoneMoeForCausalLM(MoEForCausalLM):
         return name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
 
     def skipped_part(self, name: str) -> str | None:
-        return "the head for multi-token prediction" if name.startswith("mtp.") else None
+        """Return the name of the multi-token prediction head, which is never built, for its
+        tensors."""
+        return MTP_PART if name.startswith("mtp.") else None
 
 
 def sparse_by_type(hf: PretrainedConfig) -> tuple[int, ...]:

@@ -85,17 +85,22 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
             raise ValueError(
                 "final_logit_softcapping with a vision tower is not supported: it must be null"
             )
-        return with_tower(hf, text_part(hf, super().config_from_hf(text)), square_tower)
+        decoder = text_part(hf, super().config_from_hf(text))
+        return with_tower(hf, decoder, read=square_tower)
 
     @property
     def attention_options(self) -> dict[str, Any]:
+        """Lets the tokens of an image attend to each other in both directions."""
         return {"looks_ahead": True}
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower."""
         return piece_beside_gemma_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of the tower for its tensors, if it is not built; the loader then leaves
+        them out."""
         return VISION_TOWER if self.visual is None and is_of_gemma_tower(name) else None
 
 

@@ -174,14 +174,17 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        config = text_part(hf, super().config_from_hf(text_config(hf)))
-        return with_tower(hf, config, axial_tower)
+        decoder = text_part(hf, super().config_from_hf(text_config(hf)))
+        return with_tower(hf, decoder, read=axial_tower)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower."""
         return piece_beside_gemma_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of a tower for its tensors, if it is not built; the loader then leaves
+        them out."""
         if _SOUND.match(name):
             return "the tower for sound"
         return VISION_TOWER if self.visual is None and is_of_gemma_tower(name) else None

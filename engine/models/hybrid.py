@@ -20,7 +20,7 @@ from batchgen.engine.models.moe_model import (
     extended,
     num_experts,
 )
-from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.mtp import MTP_HEAD, MTP_PART
 from batchgen.engine.models.vision_part import (
     MROPE_KEYS,
     VISION_TOWER,
@@ -91,13 +91,17 @@ class HybridForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower, which
+        checkpoints with a tower have."""
         return piece_beside_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of the tower, or of the head for multi-token prediction, for its tensors,
+        if it is not built; the loader then leaves them out."""
         if self.visual is None and is_of_tower(name):
             return VISION_TOWER
         if name.startswith(f"{MTP_HEAD}.") and MTP_HEAD not in self.heads:
-            return "the head for multi-token prediction"
+            return MTP_PART
         return None
 
 

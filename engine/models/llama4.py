@@ -14,7 +14,7 @@ from batchgen.engine.layers.rotary import QueryScale
 from batchgen.engine.models.dense import FULL, dense_config
 from batchgen.engine.models.model_config import ModelConfig, check_positive, rope_from_parameters
 from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended
-from batchgen.engine.models.vision_part import text_config, text_part
+from batchgen.engine.models.vision_part import VISION_TOWER, text_config, text_part
 from batchgen.kernels.attention.windows import ChunkWindow
 from batchgen.kernels.moe.router.router_form import RouterForm
 
@@ -108,6 +108,7 @@ class Llama4ForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate the published names of feed-forward parts to those of other models."""
         for published, internal in _NAMES.items():
             name = name.replace(published, internal)
         return name
@@ -131,7 +132,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
         return super().piece_name(_PREFIX.sub("model.", name, count=1), config)
 
     def skipped_part(self, name: str) -> str | None:
-        return "the vision tower" if _VISION.match(name) else None
+        return VISION_TOWER if _VISION.match(name) else None
 
 
 def _chunks(hf: PretrainedConfig) -> tuple[int | None, ...]:

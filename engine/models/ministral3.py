@@ -11,7 +11,7 @@ from batchgen.engine.layers.rotary import QueryScale
 from batchgen.engine.models.dense import DenseForCausalLM, common_windows, dense_config, head_size
 from batchgen.engine.models.mistral import MistralForCausalLM
 from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
-from batchgen.engine.models.vision_part import text_config, text_part
+from batchgen.engine.models.vision_part import VISION_TOWER, text_config, text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,4 +77,4 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
         return _PREFIX.sub("model.", name, 1)
 
     def skipped_part(self, name: str) -> str | None:
-        return "the vision tower" if _VISION.match(name) else None
+        return VISION_TOWER if _VISION.match(name) else None

@@ -17,6 +17,8 @@ from batchgen.engine.models.token_model import TokenModel
 
 MTP_HEAD = "mtp"
 """The name of the multi-token prediction head, which is also the prefix of its weight slots."""
+MTP_PART = "the head for multi-token prediction"
+"""The name of the head if it was not loaded, for messages."""
 
 
 def check_mtp_layers(number: int) -> None:

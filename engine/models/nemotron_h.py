@@ -20,6 +20,7 @@ from batchgen.engine.models.mamba_model import (
     mamba_config,
 )
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.mtp import MTP_PART
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,7 +58,9 @@ class NemotronHForCausalLM(MambaForCausalLM):
         )
 
     def skipped_part(self, name: str) -> str | None:
-        return "the head for multi-token prediction" if name.startswith(_MTP) else None
+        """Return the name of the multi-token prediction head, which is never built, for its
+        tensors."""
+        return MTP_PART if name.startswith(_MTP) else None
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

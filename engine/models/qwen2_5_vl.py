@@ -35,7 +35,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
         text = governed_text(hf)  # with `tie_word_embeddings` of the top level
         refuse_sliding_window(text)
         rope, _ = partial_rope(text.rope_parameters, head_size(text), MROPE_KEYS)
-        config = dense_config(
+        decoder = dense_config(
             text,
             cls,
             head_dim=head_size(text),
@@ -44,13 +44,16 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
             mlp_bias=False,
             rope=rope,
         )
-        return with_tower(hf, text_part(hf, config), _tower)
+        return with_tower(hf, text_part(hf, decoder), read=_tower)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower."""
         return piece_beside_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of the tower for its tensors, if it is not built; the loader then leaves
+        them out."""
         return VISION_TOWER if self.visual is None and is_of_tower(name) else None
 
 

@@ -29,14 +29,17 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         text = governed_text(hf)  # with `tie_word_embeddings` of the top level
-        config = moe_config(_renormalised(text), decoder_config(text, cls))
-        return with_tower(hf, text_part(hf, config))
+        decoder = moe_config(_renormalised(text), decoder_config(text, cls))
+        return with_tower(hf, text_part(hf, decoder))
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Translate a checkpoint's tensor name by removing the prefixes of decoder and tower."""
         return piece_beside_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
+        """Return the name of the tower for its tensors, if it is not built; the loader then leaves
+        them out."""
         return VISION_TOWER if self.visual is None and is_of_tower(name) else None
 
 

@@ -41,7 +41,7 @@ class DecodePlan:
 
 
 def plan_decode(
-    positions: Tensor,  # [B · W] int64, not descending within a row
+    positions: Tensor,  # [B · W] int64 from 0 on, within `block_tables`, not descending in a row
     block_tables: Tensor,  # [B, N], whose shape alone matters
     width: int,
     block_size: int,
@@ -54,7 +54,8 @@ def plan_decode(
     A context of more than cut.max_splits · cut.tokens tokens is cut into at most `cut.max_splits`
     equal splits, whose length is rounded up to a multiple of 128. A context ends at its row's last
     query, or at N · block_size tokens. With a `window` (`SoftmaxOptions`) it begins at the first
-    token that the row's first query sees, rounded down to a multiple of 128.
+    token that the row's first query sees, rounded down to a multiple of 128. So no context is
+    empty, and each row has at least one split.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -114,7 +115,7 @@ def _plan_kernel(
     Lines are ordered by length, the longest first; of equal lengths, full splits come before the
     last splits of rows (tails), and lower rows come first. A program finds where its lines go by
     counting the splits of all rows that come before them. A row has a number of full splits of one
-    length, which stand together, and one tail.
+    length, which stand together, and one tail, because no context is empty.
     """
     row = tl.program_id(0)
     plan_row = row + tl.arange(0, 1)
@@ -130,7 +131,7 @@ def _plan_kernel(
             positions, rows, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS
         )
         before = rows < row
-        present = (rows < num_rows).to(tl.int32)
+        present = (rows < num_rows).to(tl.int32)  # the rows that exist, each with one tail
         wholes = tl.maximum(numbers - 1, 0)
         tails = contexts - (numbers - 1) * lengths
         longer = (lengths > length) | ((lengths == length) & before)

@@ -17,11 +17,12 @@ def entropy_of_triton(
     threshold: Tensor | None,  # [R] float32 in the scale of `logits`, or -inf
 ) -> Tensor:
     """Compute what `sampling.entropy_of` does, [R] float32 in nats; the arguments are those of
-    `sampling_triton.draw`."""
+    `sampling_triton.draw_triton`."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
+        # A pointer must be given even where the kernel does not read it.
         limits = temperature if threshold is None else threshold
         _entropy[(rows,)](
             logits, temperature, limits, out, logits.stride(0), vocab,
@@ -36,7 +37,7 @@ def _entropy(
     FILTERED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the entropy of one row: log Σw - Σ w log w / Σw, with w = exp((logit -
-    top) / temperature)."""
+    top) / temperature), over the tokens from the threshold on."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNK)

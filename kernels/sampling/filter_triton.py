@@ -27,10 +27,10 @@ from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_l
 
 def thresholds(
     logits: Tensor,  # [R, V] before the temperature; V < 2²⁴
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    temperature: Tensor,  # [R] float32
+    top_k: Tensor,  # [R] int64; 0: no filter
+    top_p: Tensor,  # [R] float32; 1: no filter
+    min_p: Tensor,  # [R] float32; 0: no filter
     *,
     tiles: CandidateTiles = TILES,
 ) -> Tensor:
@@ -44,6 +44,7 @@ def thresholds(
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and vocab < 2**24
     groups = triton.cdiv(vocab, tiles.group)
+    # The maximum and the weight of each group.
     summary = torch.empty((2, rows, groups), dtype=torch.float32, device=logits.device)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)

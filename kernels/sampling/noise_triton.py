@@ -15,8 +15,8 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def approximate_log(values, NVIDIA: tl.constexpr):
-    """Compute the natural logarithm with one instruction instead of Triton's twenty; near 1 its
-    error is at most 2⁻²²."""
+    """Compute the natural logarithm; near 1 its error is at most 2⁻²². With NVIDIA, on a GPU, it is
+    one instruction instead of Triton's twenty; the interpreter on a CPU cannot run that."""
     if NVIDIA:
         logs = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1

@@ -26,16 +26,16 @@ is."""
 
 
 def apply_penalties_triton(
-    logits: Tensor,
-    source: Tensor,
-    history: Tensor,
-    positions: Tensor,
-    prompt_lens: Tensor,
-    repetition: Tensor,
+    logits: Tensor,  # [R, V] float32, changed in place
+    source: Tensor,  # [R, V], the model's logits, another tensor
+    history: Tensor,  # [B, H] int64; R / B rows share one
+    positions: Tensor,  # [R] int64; tokens from here on do not count
+    prompt_lens: Tensor,  # [R] int64
+    repetition: Tensor,  # [R] float32, as the next two
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """`sampling.apply_penalties` in three passes over each history."""
+    """Compute `sampling.apply_penalties` in three passes over each history. Returns `logits`."""
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and history.is_contiguous()
     assert source.shape == logits.shape and source.stride(1) == 1 and source is not logits
@@ -52,7 +52,8 @@ def apply_penalties_triton(
 
 
 def apply_ban_triton(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """`sampling.apply_ban`. Rows without a ban are not read."""
+    """Compute `sampling.apply_ban`: ban the tokens [R, S] (-1: none) in the rows where `banned` [R]
+    is set. Rows without a ban are not read. Returns `logits` [R, V], changed in place."""
     rows, width = token_ids.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and token_ids.is_contiguous()
     if width:
@@ -85,7 +86,7 @@ def _apply_penalties(
     frequency = tl.load(frequency_ptr + row)
     index = tl.arange(0, BLOCK)
     end = tl.minimum(tl.load(positions_ptr + row), width).to(tl.int32)
-    end = tl.where(tl.load(history_ptr) >= 0, end, 0)
+    end = tl.where(tl.load(history_ptr) >= 0, end, 0)  # a history that starts with -1 is not used
     for start in range(0, end, BLOCK):
         token, known = _tokens(history_ptr, start + index, end)
         tl.store(bits_ptr + token, tl.full((BLOCK,), _ZERO, tl.int32), mask=known)

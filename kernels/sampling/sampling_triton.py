@@ -66,9 +66,9 @@ class Draw(NamedTuple):
     defined."""
 
     token_ids: Tensor  # [R] int64, always ids of the vocabulary
-    logprobs: Tensor | None  # [R] float32; None if not asked for
+    logprobs: Tensor | None  # [R] float32, of the token; None without `processed_logprobs`
     failed: Tensor  # [R] bool: the raw logits hold NaN or +inf, or are all -inf
-    confidence: Tensor | None  # [R] float32, the token's processed probability, if asked for
+    confidence: Tensor | None  # [R] float32, the token's processed probability; None without it
 
 
 def draw_triton(
@@ -76,10 +76,10 @@ def draw_triton(
     raw: Tensor,  # [R, V], the model's; the tensor `logits` if no penalty changed it
     temperature: Tensor,  # [R] float32
     threshold: Tensor | None,  # [R] float32 in the scale of `logits`, or -inf
-    seeds: Tensor,
-    positions: Tensor,
-    greedy: Tensor,
-    processed_logprobs: Tensor | None,
+    seeds: Tensor,  # [R] int64
+    positions: Tensor,  # [R] int64, of the tokens to draw
+    greedy: Tensor,  # [R] bool
+    processed_logprobs: Tensor | None,  # [R] bool
     stream: Stream = Stream.SAMPLE,
     draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
     confidence: bool = False,
@@ -131,7 +131,7 @@ def draw_triton(
         "DRAWS": draws is not None,
         "GIVEN": scored_ids is not None,
         "SAME": raw is logits,
-        "NVIDIA": logits.is_cuda,
+        "NVIDIA": logits.is_cuda,  # logarithms are one instruction (`approximate_log`)
         "STREAM": int(stream),
     }
     _draw_chunk[(rows, chunks)](

@@ -24,16 +24,18 @@ from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_l
 
 
 def top_logprobs_triton(
-    logits: Tensor,
-    raw: Tensor,
-    temperature: Tensor,
-    threshold: Tensor | None,
-    processed_logprobs: Tensor,
+    logits: Tensor,  # [R, V]
+    raw: Tensor,  # [R, V]
+    temperature: Tensor,  # [R] float32
+    threshold: Tensor | None,  # [R] float32
+    processed_logprobs: Tensor,  # [R] bool
     k: int,
     *,
     tiles: CandidateTiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `sampling.top_logprobs` for k in [1, 256].
+    """Compute `sampling.top_logprobs` for k in [1, 256]: the ids [R, k] int32 of the most likely
+    tokens, the most likely first, and their log-probabilities [R, k] float32. Where fewer than k
+    are allowed, -1 and -inf follow.
 
     Other arguments are those of `sampling_triton.draw_triton`; `processed_logprobs` is not None.
     """

@@ -24,7 +24,8 @@ tensors."""
 def append(
     table: NgramTable, store_rows: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
 ) -> None:
-    """`NgramIndex.append` in one launch. Each token has a lane of a program."""
+    """Compute `NgramIndex.append` in one launch: store the first `counts` [R] of each row's new
+    tokens [R, W] from its position `starts` [R] on. Each token has a lane of a program."""
     rows, width = token_ids.shape
     assert store_rows.is_contiguous() and starts.is_contiguous() and counts.is_contiguous()
     assert token_ids.stride(1) == 1 or width == 1
@@ -40,7 +41,9 @@ def append(
 
 
 def propose(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`NgramIndex.propose` in one launch, with a program for each row and a lane for each key."""
+    """Compute `NgramIndex.propose` in one launch, with a program for each row and a lane for each
+    key: drafts [B, k] int64 and their numbers [B] int32. A key is an n-gram length, and whether the
+    row itself or any row is searched."""
     assert store_rows.is_contiguous() and k > 0
     rows, keys = len(store_rows), (table.max_n - table.min_n + 1) * (1 + table.pool)
     drafts = torch.empty((rows, k), dtype=torch.int64, device=store_rows.device)
@@ -135,6 +138,7 @@ def _propose(
     store_row = tl.load(store_rows_ptr + row)
     length = tl.load(lengths_ptr + store_row)
     end = tokens_ptr + store_row * max_len + length
+    # In the order of preference: longer n-grams first, and of one length the row before others.
     key = tl.arange(0, KEYS)
     n = MAX_N - key // (1 + POOL)
     is_own = key % (1 + POOL) == 0
@@ -150,6 +154,7 @@ def _propose(
     position = (entry & ((1 << POSITION_BITS) - 1)).to(tl.int32)
     source = (entry >> POSITION_BITS) & ((1 << ROW_BITS) - 1)
     inside = known & (position >= n) & ((source == store_row) | (is_own == 0))
+    # How many tokens of the source are known from the position after the n-gram on.
     rest = tl.load(lengths_ptr + source, mask=inside, other=0) - position
     source_end = tokens_ptr + source * max_len + position
     back = 1 + tl.arange(0, BACK)[None, :]
@@ -163,6 +168,7 @@ def _propose(
     source = tl.sum(tl.where(key == best, source, 0), axis=0)
     position = tl.sum(tl.where(key == best, position, 0), axis=0)
     rest = tl.sum(tl.where(key == best, rest, 0), axis=0)  # 0: nothing found
+    # In the row itself drafts continue with the drafts themselves, by the % below.
     num_drafts = tl.where((rest > 0) & (source == store_row), K, tl.minimum(rest, K))
     tl.store(num_drafts_ptr + row, num_drafts)
     ahead = tl.arange(0, K_BLOCK)

@@ -27,7 +27,8 @@ from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, draw_triton
 
 _ROW_ARGUMENTS = [*ROW_ARGUMENTS, "num_drafts_ptr", "drafts_ptr", "sums_ptr"]
 """Pointers whose alignment Triton must not specialise on, or it would compile kernels again. The
-sums are the second plane of a tensor, so their alignment changes with the batch."""
+sums are the second half of a tensor that `verify_triton` allocates, so their alignment changes with
+the batch."""
 _CHUNK = 4096
 """Columns of the vocabulary per chunk."""
 _SAMPLE = tl.constexpr(int(Stream.SAMPLE))
@@ -40,11 +41,13 @@ def verify_triton(
     drafts: Tensor,  # [B, k]
     num_drafts: Tensor,  # [B]
     draft_probs: Tensor | None,  # [B, k, V], q; None: all on the draft
-    seeds: Tensor,
-    positions: Tensor,
-    greedy: Tensor,
+    seeds: Tensor,  # [B] int64
+    positions: Tensor,  # [B] int64, of each row's first draft
+    greedy: Tensor,  # [B] bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute num_tokens, token_ids and failed of `rejection.verify` on CUDA.
+    """Compute the three fields of `rejection.Verified` on CUDA: num_tokens [B] int32, the accepted
+    drafts plus one, 0 for a failed row; token_ids [B, k + 1] int64, any from num_tokens on; and
+    failed [B] bool.
 
     Of q only the probabilities of the drafts are read, and the whole distribution at a rejected
     draft.
@@ -72,6 +75,7 @@ def verify_triton(
         logits, drafts, num_drafts, logits if draft_probs is None else draft_probs,
         seeds, positions, greedy, tops, sums, highest, scores, winners,
         num_tokens, token_ids, failed, logits.stride(0), drafts.stride(0), vocab, width, batch,
+        # NVIDIA: logarithms are one instruction of the GPU (`approximate_log`).
         PROBS=draft_probs is not None, NVIDIA=logits.is_cuda, CHUNK=_CHUNK,
         WIDTH=triton.next_power_of_2(width), CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
@@ -85,7 +89,8 @@ def verify_triton(
 def draw_drafts_triton(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rejection.draw_drafts` on CUDA: the ordinary draw, then a launch that writes q."""
+    """Compute `rejection.draw_drafts` on CUDA, from logits [B, V]: the ordinary draw of the drafts
+    [B] int64, then a launch that writes q [B, V] float32."""
     rows, vocab = logits.shape
     drawn = draw_triton(
         logits,
@@ -95,7 +100,9 @@ def draw_drafts_triton(
         seeds=seeds,
         positions=positions,
         greedy=greedy,
-        processed_logprobs=greedy,  # any: at temperature 1 both log-probabilities are equal
+        # A boolean per row whose value does not matter: at temperature 1 the log-probabilities of
+        # both distributions are equal.
+        processed_logprobs=greedy,
         stream=Stream.DRAFT,
     )
     probs = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
@@ -159,9 +166,9 @@ def _accept(
     if PROBS:
         q_row = row * (width - 1) + step
         threshold *= tl.load(probs_ptr + q_row * vocab + drafts, mask=drafted, other=0.0)
-    kept = tl.where(greedy, drafts == highest, threshold < p)
+    accepts = tl.where(greedy, drafts == highest, threshold < p)
     # The step after the last draft never accepts, so the minimum is at most that step.
-    stop = tl.min(tl.where(drafted & finite & kept, WIDTH, step), axis=0)
+    stop = tl.min(tl.where(drafted & finite & accepts, WIDTH, step), axis=0)
     return stop, drafts, highest, top, total
 
 
@@ -208,8 +215,8 @@ def _draw_chunk(
     winner = tl.full((), 0, tl.int32)
     winner_plain = winner
     logits_row = row * width + stop
-    kept = tl.load(tops_ptr + logits_row * chunks + chunk) > -float("inf")
-    if kept & (greedy == 0) & (failed == 0):
+    any_allowed = tl.load(tops_ptr + logits_row * chunks + chunk) > -float("inf")
+    if any_allowed & (greedy == 0) & (failed == 0):
         rejected = stop < count
         logits = load_logits(logits_ptr + logits_row * stride, columns, vocab)
         stream = tl.where(rejected, _RECOVER, _SAMPLE).to(tl.uint32)

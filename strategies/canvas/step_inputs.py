@@ -187,7 +187,7 @@ class CanvasStepInputs(StepInputs):
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose prefill has read all known tokens, each with a canvas of noise after
-        these. `newest` is not used."""
+        these. Canvases do not depend on `newest` [B], the rows' newest tokens."""
         device, length = newest.device, self._length
         decodings = [seq.params.decoding for seq in rows.seqs]
         rules = [rule if isinstance(rule, Renoising) else self._default for rule in decodings]

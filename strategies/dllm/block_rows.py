@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -55,3 +56,16 @@ class KnownBlocks:
     denoised: Tensor  # [B] int64, how many denoise steps a block has had
     # Maps the name of an output column to [B, L, *tail], the values of the unmasked positions.
     columns: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, blocks: BlockRows, rows: Tensor, columns: Mapping[str, Tensor]) -> Self:
+        """The current blocks of B rows, with `rows` [B] bool as the rows whose block is
+        complete."""
+        return cls(
+            rows,
+            blocks.starts,
+            blocks.token_ids,
+            blocks.prompt_tokens,
+            blocks.denoised,
+            dict(columns),
+        )

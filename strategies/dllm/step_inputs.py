@@ -38,6 +38,13 @@ class DLLMStepInputs(StepInputs):
     merges a commit forward with the first denoise step of the row's next block. A denoise step that
     edits nothing in a block without masks is also a commit forward.
 
+    In a step, `fuse` comes first, then the forward reads `model_inputs`, `edits` and `write` decide
+    and hold what the forward yields, and `step_decode` advances to the next step.
+
+    With shifted logits, those at a position are for the token after it, as in models that predict
+    the next token. So the commit forward of a block also draws the first token of the next one, and
+    cannot be fused with it.
+
     Attributes:
         mask_token_id: the id of masked tokens.
         rules: the unmasking rule of each row.
@@ -62,14 +69,12 @@ class DLLMStepInputs(StepInputs):
         self._length = block_length
         self.mask_token_id = diffusion.mask_token_id
         self._blocks: BlockRows | None = None
-        # The next five belong to the current step: the blocks that commit in it, the blocks after
-        # it, the additional rows of complete blocks that commit in it, the rows whose blocks are
-        # final after it, and the copy of the masked positions to the host.
-        self._final: KnownBlocks | None = None
-        self._after: BlockRows | None = None
-        self._commits: ModelInputs | None = None
-        self._committed: Tensor | None = None
-        self._sent: Download | None = None
+        # The next five belong to the current step.
+        self._final: KnownBlocks | None = None  # the blocks that commit in it
+        self._after: BlockRows | None = None  # the blocks after it
+        self._commits: ModelInputs | None = None  # additional rows: the blocks that `fuse` added
+        self._committed: Tensor | None = None  # [B] bool, the rows whose block's KV is final
+        self._sent: Download | None = None  # the copy of the masked positions to the host
         self._repeated: SamplingInputs | None = None
 
     @property
@@ -150,18 +155,12 @@ class DLLMStepInputs(StepInputs):
         """Let up to `room` complete blocks commit in the same forward as the first denoise step of
         their row's next block. Such a block becomes an additional row of the forward, with the same
         block table. The next block attends to its final keys and values, because a layer writes all
-        of them before it reads any."""
+        of them before it reads any. With shifted logits `room` must be 0."""
+        assert not (room and self._shifted), "a commit forward draws the next block's first token"
         self._commits = None
         blocks, newest = self.blocks, self.newest
         # A complete block always commits: as an additional row, or instead of its row's next block.
-        self._final = KnownBlocks(
-            self.complete,
-            blocks.starts,
-            blocks.token_ids,
-            blocks.prompt_tokens,
-            blocks.denoised,
-            dict(self.columns),
-        )
+        self._final = KnownBlocks.of(blocks, self.complete, self.columns)
         if not room:
             return
         # A row whose last block is complete has no next block. It ends when the host reads the
@@ -219,7 +218,7 @@ class DLLMStepInputs(StepInputs):
         rows = rows & (blocks.starts < blocks.last_starts)
         masked = blocks.masked | rows.unsqueeze(1)
         if self._shifted:
-            masked[:, 0] &= ~rows  # `write` has already written this token
+            masked[:, 0] &= ~rows  # `write` has written this token in the commit forward's step
         return replace(
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
@@ -237,7 +236,8 @@ class DLLMStepInputs(StepInputs):
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose prefill has read their whole blocks. Their remaining known tokens begin
-        the first block to denoise."""
+        the first block to denoise. `newest` [B] are the rows' newest tokens, of which `_add_rows`
+        makes the rows of `self.newest`."""
         length, count, device = self._length, len(rows.seqs), newest.device
         firsts = [self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs]
         new = joining_blocks(rows, firsts, length, device)
@@ -294,28 +294,21 @@ class DLLMStepInputs(StepInputs):
                 old = widened(old, values)
             mask = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(mask, values, old)
-        some, masked = positions.any(1), blocks.masked & ~writes.unmasked
+        writes_any, masked = positions.any(1), blocks.masked & ~writes.unmasked
         complete, edit_steps = self._completed(writes, masked)
         after = self._after = replace(
             blocks,
             token_ids=torch.where(positions, writes.token_ids, blocks.token_ids),
             masked=masked,
             denoised=blocks.denoised + 1,
-            steps=blocks.steps + some.int(),
+            steps=blocks.steps + writes_any.int(),
             complete=complete,
             edit_steps=edit_steps,
         )
         self._committed = blocks.complete
-        if last_commits:
-            self._committed = blocks.complete | (complete & ~some)
-        return KnownBlocks(
-            complete & ~blocks.complete,
-            after.starts,
-            after.token_ids,
-            after.prompt_tokens,
-            after.denoised,
-            dict(self.columns),
-        )
+        if last_commits:  # a block that is complete without a write was read in its final form
+            self._committed = blocks.complete | (complete & ~writes_any)
+        return KnownBlocks.of(after, complete & ~blocks.complete, self.columns)
 
     @property
     def lacking_commit(self) -> Tensor:

@@ -305,8 +305,12 @@ class LLM:
         )
         if isinstance(messages, str):
             return self._generate(_one_message(messages), call)
-        texts_too = (_one_message(item) if isinstance(item, str) else item for item in messages)
-        return self._generate(texts_too, call)
+        if isinstance(messages, Mapping):  # refused, like one message in `generate`
+            return self._generate(messages, call)
+        # The items are messages of one conversation, or texts and conversations; `read_prompts`
+        # finds out which.
+        items = [_one_message(item) if isinstance(item, str) else item for item in messages]
+        return self._generate(items, call)
 
     def stream(
         self,

@@ -18,7 +18,7 @@ _SCHEME = "plain"
 
 
 class PlainFiles(FileConfigSource):
-    """A folder of choices, as a source of Hydra. A file beyond the limits of `read_yaml` is a
+    """A folder of choices, as a source of Hydra. A file beyond the limits of `load_yaml` is a
     ConfigError."""
 
     @staticmethod
@@ -29,7 +29,7 @@ class PlainFiles(FileConfigSource):
         path = Path(self.path) / self._normalize_file_name(config_path)
         if path.exists():  # Hydra reports missing files
             with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
+                content = file.read(MOST_BYTES + 1)  # one more, by which load_yaml sees a long file
             refuse_resolvers(load_yaml(content, str(path)), RESOLVERS_OF_HYDRA)
         return super().load_config(config_path)
 

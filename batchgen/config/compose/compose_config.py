@@ -107,8 +107,9 @@ def collect_values(
         user_values.add_override(override)
     _check_greedy(user_values, parsed)
     if not user_values.experiments:
-        for group, named in user_values.named.items():
-            if group not in user_values.choices and group not in user_values.whole:
+        for group in GROUPS:
+            named = user_values.named(group)
+            if named and group not in user_values.choices and group not in user_values.whole:
                 if (choice := inferred_choice(group, named)) is not None:
                     user_values.choices[group] = choice
     return user_values, parsed
@@ -144,7 +145,7 @@ def _composed(collected: UserValues) -> dict[str, Any]:
     read = _groups_of.__wrapped__ if collected.folders else _groups_of
     groups, composed = copy.deepcopy(read(tuple(overrides)))
     for experiment in collected.experiments:
-        own_columns = "columns" in collected.named.get("output", ())
+        own_columns = "columns" in collected.named("output")
         leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
     collected.choices = {group: composed[group] for group in GROUPS if group not in collected.whole}
     return {**groups, **collected.whole}
@@ -197,6 +198,7 @@ def _check_group(name: str, value: Any) -> None:
 def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:
     """Set a key of the job file."""
     group, _, name = key.partition(".")
+    # A key of a mapping that is the value of a key, such as `template_kwargs.thinking`.
     if name not in groups[group] and name.partition(".")[0] in groups[group]:
         _set_below(groups[group], name.split("."), value, collected.at(key) + key)
         return

@@ -91,6 +91,7 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
     and the `fingerprinted` files of the strategy (the options that name files) are not part of it,
     because the fingerprints of their content are compared.
     """
+    # Classes have the names of version 0.1.0, so that moving a file changes no identity.
     groups, defaults = with_lasting_names(resolved(config)), _defaults(config)
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]

@@ -41,7 +41,7 @@ class Trust:
     Attributes:
         sources: the files and folders of the configuration that the user does not trust; if there
             are none, any code may run.
-        typed: the code that the user has typed, as in `Named`.
+        typed: the code that the user has typed, each as the second part of `Named`.
     """
 
     sources: tuple[Path, ...] = ()
@@ -55,16 +55,16 @@ class Trust:
         Raises:
             ConfigError: no source is in one of the trusted folders.
         """
-        known = [user_path(path, "--trust").resolve() for path in trusted]
+        trusted_paths = [user_path(path, "--trust").resolve() for path in trusted]
         # Each source with all paths that can be trusted in its place: itself and the folders above.
         paths_of = {source: {source.resolve(), *source.resolve().parents} for source in sources}
-        for folder, path in zip(trusted, known, strict=True):
+        for folder, path in zip(trusted, trusted_paths, strict=True):
             if not any(path in paths for paths in paths_of.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
                 raise ConfigError(
                     f"--trust {folder}: no configuration is read from there, only from {read}"
                 )
-        untrusted = tuple(s for s, paths in paths_of.items() if paths.isdisjoint(known))
+        untrusted = tuple(s for s, paths in paths_of.items() if paths.isdisjoint(trusted_paths))
         return cls(untrusted, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
@@ -78,6 +78,7 @@ class Trust:
         refusable = [(key, what) for key, what in foreign_code(groups) if what not in self.typed]
         if not refusable:
             return
+        # What batchgen's own conf/ names is trusted, too.
         in_package = {what for _, what in _code_of_conf()}
         if refused := [f"{key} {what}" for key, what in refusable if what not in in_package]:
             flags = " ".join(f"--trust {source}" for source in self.sources)

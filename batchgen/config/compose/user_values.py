@@ -38,7 +38,9 @@ class UserValues:
         keys: full name of a key in the job file → its value.
         whole: groups that are a class of the user's (`_target_`), without a choice → their keys.
         steps: the lists of steps.
-        named: group → the keys that the job file or the command line sets in it.
+        typed: group → the keys that the command line sets in it, without keys below them → their
+            text. `compose_groups` sets them from the arguments, after Hydra has composed the
+            choices.
     """
 
     folders: Sequence[Path]
@@ -48,7 +50,17 @@ class UserValues:
     keys: dict[str, Any] = field(default_factory=dict)
     whole: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: dict[str, Any] = field(default_factory=dict)
-    named: dict[str, dict[str, Any]] = field(default_factory=dict)
+    typed: dict[str, dict[str, str | None]] = field(default_factory=dict)
+
+    def named(self, group: str) -> dict[str, Any]:
+        """The keys that the user sets in a group, without keys below them → a value of each: from
+        these `inferred_choice` infers the group's choice."""
+        in_file = {
+            key.split(".")[1]: value
+            for key, value in self.keys.items()
+            if key.startswith(f"{group}.")
+        }
+        return in_file | self.typed.get(group, {})
 
     def at(self, key: str) -> str:
         """The location of a key in the job file, as the beginning of a message."""
@@ -106,18 +118,17 @@ class UserValues:
             choice = values.pop(CHOICE)
             self.choices[group] = self._checked_choice(group, choice, self.at(f"{group}.{CHOICE}"))
         elif values.get("_target_") is not None and inferred_choice(group, values) is None:
-            self.whole[group] = values  # a class of the user's
+            # No choice has this class and these keys, so it is a class of the user's.
+            self.whole[group] = values
             return
         for name, value in values.items():
             self._add_key(f"{group}.{name}", value)
 
     def _add_key(self, key: str, value: Any) -> None:
         """Add one key by its full name. Raises ConfigError if no choice has it."""
-        group, _, name = key.partition(".")
         if self._is_nowhere(key):
             raise ConfigError(self.at(key) + self.unknown_key(key))
         self.keys[key] = value
-        self.named.setdefault(group, {})[name.partition(".")[0]] = value
 
     def add_override(self, override: Override) -> None:
         """Add an argument of the command line.
@@ -132,13 +143,13 @@ class UserValues:
         if group not in (*GROUPS, EXPERIMENT):
             raise ConfigError(start + _unknown(override))
         if override.names:
-            if override.sign == "":
+            if override.sign == "":  # + may add a key that no choice has, and ~ takes one out
                 key = f"{group}.{override.names[0]}"
                 if self._is_nowhere(key):
                     raise ConfigError(start + self.unknown_key(key))
-                self.named.setdefault(group, {})[override.names[0]] = override.text
+                self.typed.setdefault(group, {})[override.names[0]] = override.text
             return
-        if override.sign == "~":
+        if override.sign == "~":  # `compose_groups` takes the group out
             return
         value = override.value()
         if group == EXPERIMENT:
@@ -151,8 +162,8 @@ class UserValues:
 
     def unknown_key(self, key: str) -> str:
         """The message, without its location, for a key that the job does not have."""
-        others = list(all_keys().get(key, ()))
-        return unknown_key(key, self.choices.get(key.partition(".")[0]), others)
+        choices_with_key = list(all_keys().get(key, ()))
+        return unknown_key(key, self.choices.get(key.partition(".")[0]), choices_with_key)
 
     def _is_nowhere(self, key: str) -> bool:
         """Whether no choice has this key. This is checked before Hydra is loaded."""

@@ -125,7 +125,7 @@ class _Sizes:
 def _keys(tree: Any) -> Iterator[str]:
     """Yield the keys that references name, in the tree into which OmegaConf parses a text."""
     if isinstance(tree, OmegaConfGrammarParser.InterpolationNodeContext):
-        yield tree.getText()[2:-1].strip()
+        yield tree.getText()[2:-1].strip()  # without `${` and `}`
     for child in getattr(tree, "children", None) or ():
         yield from _keys(child)
 

@@ -21,6 +21,10 @@ LoRA = str | Sequence[str] | Mapping[str, str] | None
 name, which may end with @REVISION; `base` is the model without an adapter."""
 
 
+HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
+"""OWNER/NAME or OWNER/NAME@REVISION: groups 1 and 2 are repository and revision. A folder may have
+the same form."""
+
 LoRATemplate = Literal["base", "adapter"]
 """The source of a job's tokenizer and chat template."""
 
@@ -61,12 +65,15 @@ def named_places(adapters: LoRA) -> dict[str, str]:
 
 
 def _last_part(path: str) -> str:
-    name = PurePath(path).name
+    """The last part of a path without its revision, which may contain slashes (`refs/pr/1`)."""
+    on_hub = HUB_NAME.fullmatch(path)
+    name = PurePath(path if on_hub is None else on_hub[1]).name
     return name.partition("@")[0] or name
 
 
 def only_one(adapters: LoRA) -> bool:
-    """Whether all rows have the same adapter."""
+    """Whether there is exactly one adapter. All rows have it, unless a column chooses between it
+    and `base`."""
     names = list(named_places(adapters))
     return len(names) == 1 and names != [BASE]
 

@@ -41,16 +41,21 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
         ConfigError: a key is unknown or missing, or its value has another type than the field.
     """
     assert dataclasses.is_dataclass(cls)
-    hints = {key_of(name): hint for name, hint in get_type_hints(cls).items()}
-    fields = {key_of(f.name): f.name for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)  # also of class variables, which are no fields
+    fields = {key_of(field.name): field for field in dataclasses.fields(cls) if field.init}
     required = [
-        key_of(f.name)
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        key
+        for key, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
-    check_keys(values, allowed=list(hints), required=required, prefix=f"{prefix}.")
-    converted = {key: convert(v, hints[key], f"{prefix}.{key}") for key, v in values.items()}
-    return cls(**{fields[key]: value for key, value in converted.items()})
+    check_keys(values, allowed=list(fields), required=required, prefix=f"{prefix}.")
+    names = {key: fields[key].name for key in values}
+    return cls(
+        **{
+            name: convert(values[key], hints[name], f"{prefix}.{key}")
+            for key, name in names.items()
+        }
+    )
 
 
 def key_of(field: str) -> str:

@@ -43,6 +43,8 @@ _LETTER_LIST = re.compile(
     r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
 )
 """Several letters with separators: `A, C`, `(A) and (C)`."""
+# Marks around letters: `["A", "C"]`, `\{A, C\}`, `**A**`.
+_AROUND = re.compile(r"[\[\]\\{}\"'`*]")
 _LABEL = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
     r"(?=\(?[A-Za-z]\b)",
@@ -128,7 +130,7 @@ def choice_letter(answer: str, choices: Sequence[Any]) -> str:
 
     It is the only letter of the answer (`b`, `(B)`, `Option B`), the letter of the choice with its
     text, the letter before a text (`B. iron`), or several letters in their order (`A, C` for `C and
-    A`). Otherwise the text of the answer is returned.
+    A` and for `["C", "A"]`). Otherwise the text of the answer is returned.
     """
     text = plain(answer)
     text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
@@ -138,8 +140,11 @@ def choice_letter(answer: str, choices: Sequence[Any]) -> str:
         for letter, choice in zip(LETTERS, choices, strict=False):
             if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
                 return letter
-    if _LETTER_LIST.fullmatch(text):
-        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
+    bare = _AROUND.sub("", text).strip()
+    if match := _LETTER.fullmatch(bare):
+        return match[1].upper()
+    if _LETTER_LIST.fullmatch(bare):
+        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", bare)
         return ", ".join(sorted({letter.upper() for letter in named}))
     if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):
         return ", ".join(sorted(set(text)))  # `CA`

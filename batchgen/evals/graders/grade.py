@@ -68,7 +68,7 @@ class Grade:
         prefix: put before the names of the columns.
     """
 
-    version = 2
+    version = 3
 
     method: Method
     answer: str = "answer"
@@ -224,6 +224,8 @@ class Grade:
         Raises:
             GradeFailure: the row has no target.
         """
+        if self.method != "function" and (value != value or not str(value).strip()):
+            value = None  # NaN and an empty text are no target either
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
@@ -249,8 +251,12 @@ class Grade:
         if isinstance(value, list) and self.method == "choice":
             if value and all(isinstance(item, str) for item in value):
                 return ", ".join(value)  # the letters of several choices
-        if isinstance(value, Mapping) or (
-            isinstance(value, list) and not all(type(item) in (int, float) for item in value)
+        is_list = isinstance(value, list)
+        if (
+            isinstance(value, Mapping)
+            or (is_list and not all(type(item) in (int, float) for item in value))
+            # As text, a list of two numbers is an interval.
+            or (is_list and self.method == "math" and len(value) != 1)
         ):
             raise GradeFailure(
                 "bad_target",
@@ -286,8 +292,12 @@ class Grade:
             right = same_math(target, answer)
             if not right and len(answer) > MOST_CHARACTERS:
                 raise GradeFailure("too_long", f"the answer has {len(answer)} characters")
-            # The same key for all forms of the right answer, so that votes count them together.
-            return right, forms(target if right else answer).shortest
+            # The same key for all forms of the right answer, so that votes count them together. A
+            # wrong answer has another one: for the target `5 cm`, `5 m` is not `5`.
+            right_key, form = forms(target).shortest, forms(answer)
+            if right:
+                return right, right_key
+            return right, form.main if form.shortest == right_key else form.shortest
         if self.method == "choice":
             key, normal_target = choice_letter(answer, choices), choice_letter(target, choices)
             return key == normal_target or equal_choices(key, normal_target, choices), key

@@ -25,9 +25,8 @@ _ONE_BOX = re.compile(r"\\boxed\s*\{([^{}\\]*)\}")
 # Commands of size, spaces, and fonts with their argument.
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
-_FONTS = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
-)
+FONT = r"\\(?:text(?:bf|it|rm|sf|tt|up)?|math(?:bf|it|rm|sf|tt)|operatorname|mbox|bf|rm)\s*\{"
+_FONTS = re.compile(FONT + r"([^{}]*)\}")
 # A number in digits: `-1,000.5`, `3/4`.
 _NUMBER = re.compile(
     r"(?P<sign>[+-]*)(?P<whole>\d{1,3}(?:[ ,_']\d{3})+|\d+)?(?:\.(?P<decimals>\d*))?"

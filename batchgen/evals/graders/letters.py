@@ -18,7 +18,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from batchgen.evals.graders.latex import Span, boxes
+from batchgen.evals.graders.latex import FONT, Span, boxes
 
 # Each pattern for a search begins with a set of characters, which `re` finds many times faster than
 # words. Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
@@ -31,7 +31,7 @@ _NOUN = (
     r"(?:(?:nswer|NSWER|ns|NS|hoice|HOICE|ption|PTION)\b|案|确选项|项|(?<=选)择?)"
 )
 # Marks between a word and its letter: `: **(`, `\boxed{`.
-_FILL = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
+_FILL = rf"(?:\\boxed\{{|{FONT}|[\s*_:`\"'$({{\[]){{0,12}}"
 # "here", "to this question".
 _ABOUT = r"(?:(?:here|(?:to|for|among|of|in)\s[^.,;:?!\n]{1,80}?)\s{1,2})?"
 # "would be", "has to be".
@@ -54,7 +54,7 @@ _CHOSEN = (
 # "final ", "correct **" at the end of the searched text.
 _FINAL = re.compile(r"\b(?:final|correct|best|right)[\s*_]{1,4}\Z", re.I)
 # Marks behind a letter: `)**`.
-_AFTER = r"[)\]}*_.\s$\"']{0,6}"
+_AFTER = r"[)\]}*_.\s$`\"']{0,6}"
 # "is correct", "is the best", 正确.
 _RIGHT = (
     r"(?:(?:is|IS)\s(?:(?:indeed|clearly|therefore|thus)\s)?(?:the\s)?(?:only\s|most\s)?"
@@ -192,11 +192,11 @@ def _patterns(letters: str) -> _Patterns:
         small_word += rf"|[{clear}]{no_term}(?!{joined}[{small}]{listed})"
     any_letter = rf"(?P<stated>{large}|{small_word})"
     label_letter = rf"(?P<letter>{large}|[{small}]{line_end})"
-    clause_end = r"(?=[\s*_)\]}$\"']{0,6}(?:[.,;:!?\n]|\Z|because\b|since\b|as\b|for\b))"
+    clause_end = r"(?=[\s*_)\]}$`\"']{0,6}(?:[.,;:!?\n]|\Z|because\b|since\b|as\b|for\b))"
     dash = r"(?P<dash>-{1,2}>?|[–—→])?"
     judged = rf"(?:{_AFTER}(?:(?P<right>{_RIGHT})|(?P<wrong>{_WRONG})))?"
-    head = r"[\s*_$({\[]{0,8}(?:\\text\{)?[\s(]{0,4}"
-    tail = r"(?=[\s*_$)}\].:,]*\Z|[)\].:])"
+    head = rf"[\s*_$`({{\[]{{0,8}}(?:{FONT})?[\s(]{{0,4}}"
+    tail = r"(?=[\s*_$`)}\].:,]*\Z|}?[)\].:])"
     return _Patterns(
         re.compile(
             rf"(?P<noun>{_NOUN})[\s*_]{{0,4}}"
@@ -206,5 +206,5 @@ def _patterns(letters: str) -> _Patterns:
         re.compile(rf"([{letters}])(?<![A-Za-z0-9'].)(?![A-Za-z0-9']){_AFTER}{_THE_RIGHT}"),
         re.compile(rf"{_CHOSEN}{_FILL}({large}){clause_end}"),
         re.compile(rf"{head}({large}|[{small}](?:{line_end}|(?=[.:]\s))){tail}"),
-        re.compile(rf"[\s*_$({{\[#]{{0,8}}([{letters}{small}])[\s*_$)}}\].:]{{0,8}}"),
+        re.compile(rf"[\s#]{{0,8}}{head}([{letters}{small}])[\s*_$`)}}\].:]{{0,8}}"),
     )

@@ -71,7 +71,8 @@ class Forms:
     @property
     def shortest(self) -> str:
         """The form in which votes are counted: the shortest of those that leave out most, which is
-        the same for most ways to write an answer."""
+        the same for most ways to write an answer. `5`, `5 cm` and `5 m` all have the form `5`:
+        votes cannot follow `same`, by which `5` is either of the other two."""
         number = max(len(dropped) for _, dropped in self.all)
         if number == 0:
             return self.main
@@ -89,6 +90,7 @@ def text_form(text: str) -> str:
     `text red ball` for "The red ball!". The prefix keeps words apart from mathematical expressions
     with the same letters."""
     words = re.findall(r"[^\W_]+", text)
+    # A capital A may be the letter of a choice or a name, as in "A and B".
     if len(words) > 1 and words[0] in ("the", "The", "a", "an", "An"):
         words = words[1:]
     return "text " + " ".join(words).casefold()

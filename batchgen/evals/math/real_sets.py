@@ -66,7 +66,9 @@ ALL: Pieces = ((_LEFT, _RIGHT),)
 
 def interval(low: Any, high: Any, *, with_low: bool, with_high: bool) -> Pieces:
     """The numbers between two bounds, with or without each bound."""
-    first, last = Edge(low, above=not with_low), Edge(high, above=with_high)
+    # An infinite bound is never a number of the set: (2, oo) ends at the same edge as x > 2.
+    first = Edge(low, above=not (with_low or low == -INFINITY))
+    last = Edge(high, above=with_high or high == INFINITY)
     return ((first, last),) if first < last else ()
 
 
@@ -221,11 +223,15 @@ def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
     if not variables_of(left):
         left, right, name = right, left, _MIRRORED[name]
     if isinstance(left, Call) and left.name == "abs" and not variables_of(right):
-        # |x| < 3 is x < 3 and x > -3; |x| > 3 is x > 3 or x < -3.
+        # |x| < 3 is x < 3 and x > -3; |x| > 3 is x > 3 or x < -3. Below 0, this holds for all
+        # relations but = and !=: |x| > -3 is x > -3 or x < 3, which all x are.
         (inner,) = left.arguments
         upper = _set_of_one(inner, name, right)
         lower = _set_of_one(inner, _MIRRORED[name], Call("negate", (right,)))
-        return intersection(upper, lower) if name in ("<", "<=") else set_union((upper, lower))
+        if name in ("=", "~", "!=") and less(interval_bound(right), 0):
+            return ALL if name == "!=" else ()
+        do_both_hold = name in ("<", "<=", "!=")
+        return intersection(upper, lower) if do_both_hold else set_union((upper, lower))
     if isinstance(left, Symbol) and not variables_of(right):
         return _numbers_related(interval_bound(right), name)
     slope, offset = _line(Call("+", (left, Call("negate", (right,)))))

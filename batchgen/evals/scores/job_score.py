@@ -89,7 +89,9 @@ def save_score(job: Path, scores: JobScores) -> None:
     path = job / METRICS
     metrics = parse_metrics(path.read_bytes(), str(path))
     # The long lists stay at the end of the file.
-    last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
+    last: dict[str, Any] = {
+        key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics
+    }
     for key, value in (("score", scores.score), ("adapter_scores", scores.adapters)):
         metrics.pop(key, None)
         if value:

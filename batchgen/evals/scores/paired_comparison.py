@@ -21,7 +21,7 @@ from batchgen.util.errors import ConfigError
 
 POWER = 0.8
 """The share of cases in which a difference of `Comparison.detectable` is found significant."""
-_ROUNDING = 1e-12  # a difference below it comes from rounding, and counts as 0
+_ROUNDING = 1e-12  # a difference below this share of the values comes from rounding: it counts as 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     left = a.select([index_a[row_id] for row_id in both])
     right = b.select([index_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
-    differences[np.abs(differences) < _ROUNDING] = 0.0
+    largest = np.array([max(abs(mean_a[row_id]), abs(mean_b[row_id])) for row_id in both])
+    differences[np.abs(differences) <= _ROUNDING * largest] = 0.0
     questions = [PairedQuestion(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
     order = np.argsort(-np.abs(differences), kind="stable")
     paired = paired_difference(differences, left.clusters, limit=1.0 if bounded else 0.0)
@@ -149,7 +150,7 @@ def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -
     if count < 2:
         return _tested(Interval(mean, se, math.nan, math.nan), mean, math.nan, math.nan)
     size = len(differences) / count
-    apart = sums[np.abs(sums) > _ROUNDING]
+    apart = sums[np.abs(sums) > _ROUNDING * np.abs(differences).max()]
     added = math.sqrt(float(np.square(apart).mean())) if len(apart) else limit * size
     total = len(differences) + 2 * size
     centre = float(sums.sum()) / total

@@ -29,7 +29,7 @@ from batchgen.util.fingerprint import content_digests, fingerprint_text
 
 _READING_VERSION = 2
 """Increased when a new version of batchgen reads different rows from the same files."""
-_CACHE_VERSION = "rows-4"
+_CACHE_VERSION = "rows-5"
 """Changed when a new version of batchgen stores rows in the cache in a different format."""
 _LOGGERS = ("datasets", "huggingface_hub")
 """The loggers of datasets and of the library that downloads for it."""

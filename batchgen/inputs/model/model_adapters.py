@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from batchgen.config.groups.adapter_names import (
+    HUB_NAME,
     LoRA,
     LoRATemplate,
     named_places,
@@ -113,11 +114,10 @@ def adapter_files(adapter: AdapterFile, *, with_template: bool) -> list[Path]:
 
 
 def _hub_name(path: str) -> re.Match[str] | None:
-    """Match OWNER/NAME or OWNER/NAME@REVISION: groups 1 and 2 are repository and revision. None if
-    the path exists on this machine or has another form."""
+    """Match `HUB_NAME`. None if the path exists on this machine or has another form."""
     if user_path(path, "lora").exists():
         return None
-    return re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", path)
+    return HUB_NAME.fullmatch(path)
 
 
 def _folder(name: str, path: str) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from batchgen.inputs.steps.side_table import ROW_ID, SideTable
+from batchgen.inputs.steps.side_table import ROW_ID, SideTable, of_table
 from batchgen.inputs.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.inputs.steps.values import (
     columns_of,
@@ -117,8 +117,8 @@ class Join(TableStep):
         their_features = self._table.features(self._needed)
         for ours, theirs in self._on.items():
             is_id = ours == ROW_ID and ours not in features
-            own = "text" if is_id else _kind(feature_of(features, ours))
-            kinds = own, _kind(feature_of(their_features, theirs))
+            own_kind = "text" if is_id else _kind(feature_of(features, ours))
+            kinds = own_kind, _kind(feature_of(their_features, theirs))
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
@@ -166,7 +166,8 @@ class _Join:
         while read := list(islice(rows, _BATCH)):
             batch = [fields for fields in read if _has(fields, theirs)]
             keys += b"".join(digest(key_text(fields, theirs)) for fields in batch)
-            tables.append(self._storing.table(list(map(self._values, batch))))
+            with of_table(step.path):
+                tables.append(self._storing.table(list(map(self._values, batch))))
         # A digest has two numbers of 64 bits.
         self._highs = np.frombuffer(bytes(keys), np.uint64)[::2]
         self._lows = np.frombuffer(bytes(keys), np.uint64)[1::2]

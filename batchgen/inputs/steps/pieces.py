@@ -3,6 +3,7 @@ combinations."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +11,15 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchgen.inputs.steps.side_table import SideTable
+from batchgen.inputs.steps.side_table import SideTable, of_table
 from batchgen.inputs.steps.table_step import StepRow, TableStep, Taken
 from batchgen.inputs.steps.values import hashed_number
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Features
+
+    from batchgen.inputs.steps.stored_values import Storing
 
 _MOST_PIECES = 1_000_000
 """The maximum number of pieces in a file, and of rows that `Pick` makes of one."""
@@ -166,19 +169,47 @@ def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
             raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")
     if None in pieces:
         raise ConfigError(f"{name}: row {pieces.index(None)} of {Path(path).name} has no piece")
-    return pieces, dict(features) if column is None else features[column]
+    feature = dict(features) if column is None else features[column]
+    with of_table(path):
+        _storing(name, feature).table([{name: piece} for piece in pieces])
+    return pieces, feature
+
+
+def _storing(name: str, feature: Any) -> Storing:
+    from datasets import Features
+
+    from batchgen.inputs.steps.stored_values import Storing  # it loads datasets
+
+    return Storing(Features({name: feature}))
 
 
 def _feature(name: str, pieces: Sequence[Any]) -> Any:
-    """Infer the feature (a type of datasets) of the pieces in a list. Raises ConfigError if they
-    have none in common."""
+    """Infer the feature (a type of datasets) of the pieces in a list. Raises ConfigError if none
+    holds all of them unchanged."""
     import pyarrow as pa
     from datasets import Features
 
-    try:
-        column = pa.array(pieces, from_pandas=False)
-    except (pa.ArrowException, TypeError, ValueError):
-        raise ConfigError(f"{name}: pieces must all be of one type, got {pieces!r:.100}") from None
-    if column.null_count:
+    if None in pieces:
         raise ConfigError(f"{name}: a piece must not be null")
-    return Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]
+    try:
+        kind = pa.array(pieces, from_pandas=False).type
+        feature = Features.from_arrow_schema(pa.schema([(name, kind)]))[name]
+        storing = _storing(name, feature)
+        table = storing.table([{name: piece} for piece in pieces])
+        stored = [storing.value(table, row)[name] for row in range(len(pieces))]
+        # Parquet has no objects without keys, and 1 == 1.0, but not as text.
+        unchanged = "struct<>" not in str(kind) and _json(stored) == _json(pieces)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        unchanged = False
+    if not unchanged:
+        raise ConfigError(
+            f"{name}: pieces must all be of one type, which holds them unchanged, got "
+            f"{pieces!r:.100}: beside fractions write 1 as 1.0, leave out keys that are null or "
+            "{}, and write all else as text"
+        )
+    return feature
+
+
+def _json(pieces: Sequence[Any]) -> str:
+    """Return pieces as JSON text, which differs if a value or its type differs."""
+    return json.dumps(pieces, sort_keys=True, default=str)

@@ -11,6 +11,8 @@ import pyarrow as pa
 from datasets import Features
 
 from batchgen.inputs.tables.json_values import json_encoder, storage_type
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 from batchgen.util.text.row_json import value_reader
 
 
@@ -44,8 +46,14 @@ class Storing:
         return {**values, **_applied(self._readers, values)}
 
     def table(self, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-        """Return rows as an Arrow table."""
-        return pa.Table.from_pylist([dict(self.encoded(row)) for row in rows], self.schema)
+        """Return rows as an Arrow table. Raises ConfigError for a text that Arrow cannot store."""
+        try:
+            return pa.Table.from_pylist([dict(self.encoded(row)) for row in rows], self.schema)
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"a text in {some_names(self.schema.names)} has half of a UTF-16 pair (such as "
+                "\\ud83d), which no file can hold: cut texts between characters"
+            ) from None
 
     def value(self, table: pa.Table, row: int) -> Mapping[str, Any]:
         """Return row `row` of a table that `table` has made."""

@@ -18,6 +18,9 @@ from datasets.features import Json, LargeList, List
 
 _MOST_EXACT = 2**53
 """All integers up to this one are exactly representable as 64-bit floats."""
+_DEEPEST = 40
+"""Lists and objects inside this many others are stored as JSON text, because Parquet files with
+about 50 lists in each other cannot be read."""
 _SCALARS = {str: "string", bool: "bool", float: "float64", int: "int64"}
 """The Arrow types of Python's."""
 
@@ -29,7 +32,13 @@ class SeenValues:
         fields: the values of each key, if the values are objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        """Start without values.
+
+        Args:
+            depth: the number of lists and objects around the place.
+        """
+        self._depth = depth
         self._types: set[type] = set()
         self._keys: set[frozenset[str]] = set()
         self.fields: dict[str, SeenValues] = {}
@@ -45,13 +54,15 @@ class SeenValues:
             same_type: Collection[Any] = (
                 values if len(types) == 1 else [v for v in values if type(v) is kind]
             )
+            if kind in (dict, list) and self._depth == _DEEPEST:
+                continue
             if kind is dict:
                 # The distinct sets of keys; tuples first, because most objects have equal ones.
                 self._keys |= set(map(frozenset, set(map(tuple, same_type))))
                 if self._is_struct:
                     self.add_fields(same_type)
             elif kind is list:
-                self._items = self._items or SeenValues()
+                self._items = self._items or SeenValues(self._depth + 1)
                 self._items.add(list(chain.from_iterable(same_type)))
             elif kind is int:
                 self._minimum = min(self._minimum, min(same_type))
@@ -63,7 +74,7 @@ class SeenValues:
         """Add the members of more objects, which may have different keys."""
         for name in dict.fromkeys(chain.from_iterable(dict.fromkeys(map(tuple, objects)))):
             values = [item[name] for item in objects if name in item]
-            self.fields.setdefault(name, SeenValues()).add(values)
+            self.fields.setdefault(name, SeenValues(self._depth + 1)).add(values)
 
     @property
     def _is_struct(self) -> bool:
@@ -76,6 +87,8 @@ class SeenValues:
         types = self._types - {type(None)}
         if not types:
             return Value("null")
+        if types & {dict, list} and self._depth == _DEEPEST:
+            return Json()
         if types == {dict} and self._is_struct:
             return {name: field.feature() for name, field in self.fields.items()}
         if types == {list}:

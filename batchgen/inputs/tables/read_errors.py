@@ -20,6 +20,7 @@ READ_ERRORS = (
     HfHubHTTPError,
     pa.ArrowException,
     ValueError,
+    OverflowError,  # a date after the year 9999
     TypeError,
     KeyError,
     AttributeError,
@@ -50,6 +51,8 @@ def unreadable_table(error: BaseException, files: Sequence[Path]) -> ConfigError
             return ConfigError(f"dataset.path: {where}")
         if file.is_file() and file.stat().st_size == 0:
             return ConfigError(f"dataset.path: {file} is empty")
+    if isinstance(cause, StopIteration):
+        return ConfigError(f"dataset.path: {files[0]} has no rows")
     named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
     hint = ": give every row the same keys and types" if table_format(files[0]) == "json" else ""
     return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")

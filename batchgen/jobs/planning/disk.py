@@ -41,25 +41,29 @@ def disk_use(
 ) -> DiskUse:
     """Estimate what a job writes.
 
-    The values of columns count in full, because they hardly compress.
+    The values of columns count in full, because they hardly compress. The scope of a column says
+    for which tokens it has values (`OutputColumn.scope`).
 
     Args:
         columns: the columns of the output.
         generated: the tokens of all answers.
-        prompt: the mean tokens of a prompt.
+        prompt: the mean tokens of a prompt, together with those of an answer that is only scored.
         answers: the number of answers.
         per_shard: the answers of a shard.
         folder: the output folder, which need not exist.
     """
-    values = dict.fromkeys(get_args(Scope), 0.0)
+    values = dict.fromkeys(get_args(Scope), 0.0)  # scope → bytes of one value of all its columns
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     token_bytes = _TEXT_BYTES + values["output"] + values["context"]
-    # Lists with a few values per row; four are assumed.
+    # Values per choice of a constraint, per token after the answer's end, and per replaced token:
+    # how many a row has is not known before it runs, but they are few, and four are assumed.
     small = sum(values[scope] for scope in ("choice", "tail", "edits"))
-    row_bytes = _ROW_BYTES + values["row"] + 4 * small
-    row_bytes += prompt * (values["context"] + values["answer"])
-    fixed = Range.exactly(row_bytes * answers + _SHARD_BYTES * -(-answers // per_shard))
+    answer_bytes = _ROW_BYTES + values["row"] + 4 * small
+    # Values of scope answer are of the tokens of scored answers, which count as tokens of the
+    # prompt here. A generated token has none.
+    answer_bytes += prompt * (values["context"] + values["answer"])
+    fixed = Range.exactly(answer_bytes * answers + _SHARD_BYTES * -(-answers // per_shard))
     existing = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
     )

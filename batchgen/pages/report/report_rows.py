@@ -1,5 +1,8 @@
 """Reads the rows of a job for a report: some columns of all rows in one pass, and all columns of
-chosen rows. `JobData` is the entry point."""
+chosen rows. `JobData` is the entry point; `report_data.py` calls it.
+
+A row here is an output row: one sample of an input row.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from batchgen.pages.rows.job_rows import JobRows
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.shards.column_kinds import is_per_token
-from batchgen.storage.shards.row_order import row_keys
+from batchgen.storage.shards.row_order import row_keys, rows_of_keys
 
 Keys = npt.NDArray[np.int64]
-"""Keys of rows [N]; see `row_keys`."""
-MANY = 8192  # rows that are counted at once
+"""Keys of rows [N], which contain the indices of row and sample; see `row_keys`."""
+MANY = 8192
+"""A `size` for `JobData.tables` if only a few columns are read, to count their values."""
 
 
 class JobData:
@@ -35,10 +39,10 @@ class JobData:
 
     def __init__(self, reader: JobFolderReader) -> None:
         self._rows = JobRows(reader)
-        self.schema = self._rows.row_schema  # None if no row is finished
+        self.schema = self._rows.row_schema
         is_complete = reader.metrics.get("status") == "complete"
+        # Without grades of every shard, scores would be those of only some rows.
         is_graded = is_complete and JobGrades(reader.path).lie_beside()
-        # With PREFIX; None if there are none that belong to all rows.
         self.grades = self._rows.grade_names if is_graded else None
 
     def tables(self, columns: Sequence[str], size: int = BATCH) -> Iterator[pa.Table]:
@@ -46,7 +50,7 @@ class JobData:
 
         Args:
             columns: columns of the rows and of the grades. Columns that do not exist are skipped;
-                KEYS are added.
+                the columns `row_index` and `sample_index` are added.
             size: the approximate number of rows of a table.
         """
         known = {*(() if self.schema is None else self.schema.names), *(self.grades or ())}
@@ -64,7 +68,8 @@ class JobData:
         if self.schema is None:
             return
         names, graded = self.schema.names, self.grades or []
-        for _, samples in self._rows.rows_at((keys >> 31).tolist(), [*names, *graded]):
+        # `rows_at` yields each input row once, with all its samples, however many are chosen.
+        for _, samples in self._rows.rows_at(rows_of_keys(keys).tolist(), [*names, *graded]):
             for index in np.flatnonzero(np.isin(row_keys(samples), keys)):
                 one = samples.slice(index, 1)
                 grades = {name.removeprefix(PREFIX): one[name][0].as_py() for name in graded}

@@ -62,15 +62,16 @@ def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None =
 
 def _headline(table: ArmTable) -> list[Fact]:
     """Return the numbers at the top: arms, questions, the highest score and the letter of its arm.
-    Of equal scores the first arm counts."""
+    Of equal scores the first arm counts. Without any score there are only the arms."""
     facts = [Fact("arms", f"{len(table.rows):,}")]
-    if (first := table.first) is not None:
-        facts.append(Fact("questions", f"{first.questions:,}", f"{first.answers:,} answers of A"))
-        estimates = {
-            index: row.score.estimate
-            for index, row in enumerate(table.rows)
-            if row.score is not None
-        }
+    estimates = {
+        index: row.score.estimate for index, row in enumerate(table.rows) if row.score is not None
+    }
+    if estimates:
+        compared = min(estimates)  # the arm that all others are compared with, `table.first`
+        first = table.rows[compared]
+        answers = f"{first.answers:,} answers of {letter(compared)}"
+        facts.append(Fact("questions", f"{first.questions:,}", answers))
         best = max(estimates, key=lambda index: estimates[index])
         facts.append(Fact("highest", shown_value(table.column)(estimates[best]), letter(best)))
     return facts

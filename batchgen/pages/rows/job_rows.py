@@ -139,7 +139,7 @@ class JobRows:
         self, rows: Iterable[int], columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield the index and a table of the finished samples for each of the rows with these
-        indices that has any, ascending."""
+        indices that has any, ascending; an index that is repeated counts once."""
         todo, per_shard = sorted(set(rows)), self.rows_per_shard
         while todo:
             shard = todo[0] // per_shard

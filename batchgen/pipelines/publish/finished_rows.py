@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
 from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
@@ -21,6 +22,7 @@ from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
 from batchgen.storage.leases.job_files import refuse_links
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.paths import is_url, user_path
@@ -76,7 +78,10 @@ class FinishedRows(FinishedShards):
         self.config, self.text_column = config, text_column
         self.manifest, self.metrics, self.facts = manifest, metrics, facts
         if text_column not in self.schema.names:
-            raise ConfigError(f"the rows of {user_path} have no column {text_column!r} of texts")
+            raise ConfigError(
+                f"the rows of {user_path} have no column {text_column!r} of texts: make the set "
+                "again with the text column in --columns"
+            )
         grades = self.grade_schema.names if facts is None else ()
         self.columns = VisibleColumns(self.schema.names, grades)
 
@@ -99,6 +104,36 @@ class FinishedRows(FinishedShards):
         """Return a group of the configuration; empty if there is none."""
         values = self.config.get(name)
         return values if isinstance(values, dict) else {}
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether rows ran with several adapters (`model.lora_grid`), so that ids occur once for
+        each adapter."""
+        jobs = [{"manifest": self.manifest}] if self.facts is None else self.facts["jobs"]
+        try:
+            return any(runs_of_row(job["manifest"]) > 1 for job in jobs if job.get("manifest"))
+        except (LookupError, TypeError, AttributeError):  # somebody else's set may have any facts
+            return False
+
+    @property
+    def grid_column(self) -> str | None:
+        """The column with the adapter of each row; None without `is_grid`, or if a set was written
+        without this column."""
+        return ADAPTER if self.is_grid and ADAPTER in self.schema.names else None
+
+    def full_id(self, row: Mapping[str, Any]) -> str:
+        """Return the id of a row, which must have its id and its `grid_column`.
+
+        In rows that ran with several adapters it is ADAPTER/ID; in a set of several jobs
+        JOB/ADAPTER/ID.
+        """
+        row_id = str(row["id" if self.is_set else "row_id"])
+        adapter = None if self.grid_column is None else row.get(self.grid_column)
+        if adapter is None:
+            return row_id
+        has_jobs = self.facts is not None and len(self.facts["jobs"]) > 1
+        job, slash, bare = row_id.partition("/") if has_jobs else ("", "", row_id)
+        return f"{job}{slash}{adapter}/{bare}"
 
     @property
     def digest(self) -> str:

@@ -35,12 +35,15 @@ class StepGroups:
 
     def follows(self, name: str) -> bool:
         """Whether a step begins while its parent still runs. This depends only on the pipeline, so
-        all workers agree."""
+        all workers agree. Only a job in a folder of this machine can be followed, and only a step
+        with the same engine runs together with its parent."""
         steps, step = self._opened.pipeline.steps, self._opened.pipeline.steps[name]
+        # `waits`: the pipeline says `after: complete`.
         if len(step.parents) != 1 or step.waits or is_url(self._opened.pipeline.out):
             return False
         (parent,) = step.parents
         of_engine = self._opened.engine_of
+        # A table must be complete before the first row is joined with it.
         if of_engine(parent) != of_engine(name) or parent in step.tables.values():
             return False
         return not steps[parent].config.output.retry_errors  # a retry changes finished shards
@@ -90,13 +93,15 @@ class StepGroups:
         config = self._opened.config(name)
         with closing(open_storage(config.output.dir, WorkersConfig())) as storage:
             manifest = written_manifest(storage)
-            rows = None if manifest is None else manifest.growing.get(ROWS)
-            if rows is None or manifest is None:
+            # The number of rows of the data set, which is unknown until the job has counted them.
+            data_rows = None if manifest is None else manifest.growing.get(ROWS)
+            if data_rows is None or manifest is None:
                 return math.inf
-            rows = int(rows) * runs_of_row(asdict(manifest))
+            # With several adapters, each row of the data set is an output row of each of them.
+            rows = int(data_rows) * runs_of_row(asdict(manifest))
             leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
             # Leases of numbers below 0 are not for shards.
             begun = {shard for shard, _, _ in filter(None, leases) if shard >= 0}
             finished = shard_files(storage.path / DATA, names_in(storage, DATA))
-            shards = -(-int(rows) // config.output.rows_per_shard)
+            shards = -(-rows // config.output.rows_per_shard)
             return max(0, shards - len(begun | set(finished)))

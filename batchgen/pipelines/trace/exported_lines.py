@@ -70,7 +70,7 @@ class Origin:
 
     Attributes:
         folder: the job or set.
-        row_id: the id of the row.
+        row_id: the id of the row, with its adapter (see `FinishedRows.full_id`).
         sample: the number of the sample; None for a set, whose rows are single samples.
     """
 
@@ -195,8 +195,7 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
     where = recipe.options.get("where")
     if recipe.to is None:
         names = recipe.options.get("columns") or rows.schema.names
-        keys = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-        for row in rows_where(rows, where, list(dict.fromkeys([*names, *keys]))):
+        for row in rows_where(rows, where, list(dict.fromkeys([*names, *_keys(rows)]))):
             yield {name: row[name] for name in names}, _origins(rows, row)
         return
     if recipe.to == "openai":
@@ -229,10 +228,9 @@ def _of_columns(
             "in a pipeline, which all record it"
         )
     text = json_text(content)
-    keys = [] if rows.is_set else [_SAMPLE]
     origins = [
         row
-        for row in rows_where(rows, None, list(dict.fromkeys([*content, *keys])))
+        for row in rows_where(rows, None, list(dict.fromkeys([*content, *_keys(rows)])))
         if row[key] == content[key] and json_text({name: row[name] for name in content}) == text
     ]
     if len(origins) != 1:
@@ -248,14 +246,19 @@ def _of_columns(
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
     """Return a function that returns the origin of a row, given the row's columns."""
     if rows.is_set:
-        return lambda: [Origin(rows.user_path, row[_ID], None)]
-    return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
+        return lambda: [Origin(rows.user_path, rows.full_id(row), None)]
+    return lambda: [Origin(rows.user_path, rows.full_id(row), row[_SAMPLE])]
+
+
+def _keys(rows: FinishedRows) -> list[str]:
+    """The columns that identify a row."""
+    return [*([_ID] if rows.is_set else [_ROW, _SAMPLE]), *filter(None, [rows.grid_column])]
 
 
 def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin]:
     """Return the rows at these (shard, position) addresses."""
     origins = []
-    names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+    names = _keys(rows)
     for shard, index in addresses:
         for table, _ in rows.tables(shard, names, indices=np.array([index])):
             origins += _origins(rows, table.select(names).to_pylist()[0])()

@@ -88,7 +88,8 @@ class JobTraces:
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add the rows from which a row was made."""
         if self._dataset.get("kind") != "job":
-            index = self._data_index(int(row[ROW_COLUMN]))
+            runs = runs_of_row(self.reader.manifest)
+            index = self._data_index(int(row[ROW_COLUMN]) // runs)
             trace.origins.append(source_place(self._dataset, index))
             return
         source = row.get("source")
@@ -117,7 +118,8 @@ class JobTraces:
                 yield folder, row_id.removeprefix(f"{name}/")
 
     def _data_index(self, row_index: int) -> int:
-        """Return the index in the data set of a row of the job."""
+        """Return the index in the data set of a row of the job; the copies of a row for several
+        adapters count as one row."""
         facts = self.reader.row_facts
         if facts is None:
             return row_index
@@ -161,11 +163,7 @@ class JobTraces:
         if dropped is not None:
             trace.origins.append(dropped)
             return
-        status = self.reader.metrics.get("status")
-        if status not in (None, "complete"):
-            raise ConfigError(
-                f"{self.user_path}: row {row_id} is not there, and the job is {status}"
-            )
+        self._refuse_incomplete(row_id)
         for job, above in self._upstream(_without_sample(row_id)) if self._reads_jobs else ():
             before = Trace()
             JobTraces(job).add(before, above)
@@ -176,6 +174,14 @@ class JobTraces:
             f"{self.user_path}: no row has the id {row_id}, and no step has dropped one: "
             f"`batchgen show {self.user_path}` shows ids"
         )
+
+    def _refuse_incomplete(self, row_id: str) -> None:
+        """Raise ConfigError for a missing row if the job may still compute it."""
+        status = self.reader.metrics.get("status")
+        if status not in (None, "complete"):
+            raise ConfigError(
+                f"{self.user_path}: row {row_id} is not there, and the job is {status}"
+            )
 
     @property
     def _reads_jobs(self) -> bool:
@@ -209,11 +215,11 @@ class JobTraces:
                 reader = open_job_reader(job)
                 rows = [r for r in reader.find(above) if sample in ("", str(r[SAMPLE_COLUMN]))]
                 if rows:
-                    by, why = self._choice(job, rows)
+                    by, why = self._choice(job, ancestor, rows)
                     return DropReason(self.user_path, ancestor, by, why)
         return None
 
-    def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    def _choice(self, job: str, row_id: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """Return which key of `dataset` left out all of these answers, and why."""
         without_error = [row for row in rows if row["error"] is None]
         if not without_error and self._dataset.get("errors") in (None, "drop"):
@@ -229,6 +235,7 @@ class JobTraces:
                 f"dataset.best={self._dataset.get('best')}",
                 "another answer of its row is better",
             )
+        self._refuse_incomplete(row_id)
         return "dataset", f"{job} has it: it was added after this job had read that one"
 
 

@@ -4,10 +4,11 @@ trace`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.pipelines.publish.finished_rows import FinishedRows, is_set, open_rows
 from batchgen.pipelines.publish.row_values import is_true
 from batchgen.pipelines.publish.set_rows import SOURCE
@@ -100,25 +101,48 @@ def _add_of_pipeline(trace: Trace, user_path: str, row_id: str, sample: int | No
 
 def _add_of_set(trace: Trace, user_path: str, row_id: str) -> None:
     rows = open_rows(user_path)
+    matches: list[Mapping[str, Any]] = []
+    is_grid = rows.is_grid
     for row in rows.rows(rows.columns.named(rows.columns.names)):
-        if row.variables[_ID] == row_id:
-            trace.origins.append(TracedInSet(user_path, row.variables))
-            job, of_job, sample = origin_in_set(rows, row.variables)
-            JobTraces(job).add(trace, of_job, sample)
-            return
-    trace.origins.append(_left_out(rows, user_path, row_id))
+        if row_id in (row.variables[_ID], rows.full_id(row.variables)):
+            matches.append(row.variables)
+            if not is_grid:
+                break
+    if len(matches) > 1:
+        raise _several(rows, row_id, matches)
+    if not matches:
+        trace.origins.append(_left_out(rows, user_path, row_id))
+    for variables in matches:
+        trace.origins.append(TracedInSet(user_path, variables))
+        job, of_job, sample = origin_in_set(rows, variables)
+        JobTraces(job).add(trace, of_job, sample)
+
+
+def _several(rows: FinishedRows, row_id: str, matches: Sequence[Mapping[str, Any]]) -> ConfigError:
+    """Return the error for an id that several rows of a set have, one for each adapter."""
+    start = f"{rows.user_path}: {len(matches)} rows have the id {row_id}, one for each adapter: "
+    if rows.grid_column is not None:
+        return ConfigError(f"{start}name one of {', '.join(map(rows.full_id, matches))}")
+    folder, of_job, _ = origin_in_set(rows, matches[0])
+    return ConfigError(
+        f"{start}the set has no column {ADAPTER!r} to tell them apart, so trace the row of the "
+        f"job: batchgen trace {folder} ADAPTER/{of_job}"
+    )
 
 
 def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
-    """Return the origin of a set's row: the folder of the job, the row id in it, and the sample."""
+    """Return the origin of a set's row: the folder of the job, the row id in it (see `full_id`),
+    and the sample."""
     assert rows.facts is not None
     jobs = {one["path"]: one for one in rows.facts["jobs"]}
     source = row.get(SOURCE)
     if isinstance(source, dict) and source.get("job") in jobs:
         (folder,) = places_beside([source["job"]], rows.storage.path)
-        return folder, source["row_id"], source["sample_index"]
+        adapter = row.get(rows.grid_column or "")
+        start = "" if adapter is None else f"{adapter}/"
+        return folder, f"{start}{source['row_id']}", source["sample_index"]
     # The data set has a column `source`, so the set has none of its own; the id names the origin.
-    return _of_id(rows, str(row[_ID]))
+    return _of_id(rows, rows.full_id(row))
 
 
 def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
@@ -148,7 +172,7 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
     folder, of_job, sample = _of_id(rows, row_id)
     request = rows.facts["asked"]
     job = open_rows(folder)
-    names = ["row_id", "sample_index", "error"]
+    names = ["row_id", "sample_index", "error", *filter(None, [job.grid_column])]
     wanted = job.columns.named(names)
     where = None
     if request.get("where") is not None:
@@ -157,7 +181,8 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
     is_there = False
     for row in job.rows(wanted):
         values = row.variables
-        if values["row_id"] != of_job or sample not in (None, values["sample_index"]):
+        is_of_job = of_job in (values["row_id"], job.full_id(values))
+        if not is_of_job or sample not in (None, values["sample_index"]):
             continue
         is_there = True
         if values["error"] is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.pages.rows.printed_rows import RowText, terminal_width
 from batchgen.pipelines.trace.traced import (
     DropReason,
@@ -69,7 +70,7 @@ def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
     for number, (row, grades) in enumerate(zip(answers.rows, answers.grades, strict=True)):
         columns = [name for name in row if name not in _APART]
         if number:  # all samples of a row have the same input columns, which are shown once
-            columns = [name for name in columns if name in (answers.text_column, "error")]
+            columns = [name for name in columns if name in (ADAPTER, answers.text_column, "error")]
         text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
         grade_values = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}

@@ -19,6 +19,7 @@ from batchgen.storage.folder.how_to_read import (
     GRADE_KEYS,
     as_cards_say,
     how_to_read,
+    in_python,
     inside,
     rows_with_grades,
 )
@@ -150,7 +151,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
     """
     fields = [field for field in schema if field.name not in GRADE_KEYS]
     card_path, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
-    rows_at, grades_at = (inside(card_path, name) for name in ("data", "grades"))
+    rows_at, grades_at = (in_python(inside(card_path, name)) for name in ("data", "grades"))
     columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in fields]
     return "\n".join(
         [
@@ -161,7 +162,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
             "Rows and grades belong together by `row_id` and `sample_index`. By pandas and duckdb:",
             "",
             "```python",
-            f'rows, grades = pd.read_parquet("{rows_at}"), pd.read_parquet("{grades_at}")',
+            f"rows, grades = pd.read_parquet({rows_at}), pd.read_parquet({grades_at})",
             f'both = rows.merge(grades, on=[{keys}], suffixes=("", "_of_grades"))',
             "```",
             "",

@@ -5,6 +5,7 @@ The data set card and the end of a job show them to users.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
 from batchgen.storage.shards.row_order import KEYS
@@ -44,15 +45,15 @@ def how_to_read(folder: str) -> dict[str, str]:
     """A line of code for each of the common readers. A folder `.` stands for the working
     directory."""
     data = inside(folder, "data")
-    named, files = f'"{folder}"', data
+    named, files = in_python(folder), data
     if is_url(folder):  # polars reads no URLs of folders
         files = f"{data}/*.parquet"
     if is_url(folder) or folder == ".":  # load_dataset reads neither by its name
-        named = f'"parquet", data_files="{data}/*.parquet"'
+        named = f'"parquet", data_files={in_python(f"{data}/*.parquet")}'
     return {
         "datasets": f'load_dataset({named}, split="train")',
-        "pandas": f'pd.read_parquet("{data}")',
-        "polars": f'pl.read_parquet("{files}")',
+        "pandas": f"pd.read_parquet({in_python(data)})",
+        "polars": f"pl.read_parquet({in_python(files)})",
         "duckdb": f"SELECT * FROM {_in_duckdb(data)}",
     }
 
@@ -80,6 +81,11 @@ def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) 
         f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {grade_files} AS grades "
         f"USING ({', '.join(GRADE_KEYS)})"
     )
+
+
+def in_python(text: str) -> str:
+    """A text as a literal of Python, whose escapes are those of JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _in_duckdb(folder: str) -> str:

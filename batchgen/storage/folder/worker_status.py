@@ -29,7 +29,10 @@ class WorkerState:
 
     Attributes:
         beat: its last heartbeat.
-        silent: seconds since that heartbeat, by the clock of the file system or store.
+        silent: seconds from the time of that heartbeat, by the clock of the file system or store,
+            until now, by this machine's clock. If the two clocks differ, so do `silent` and whether
+            the state is `running` or `silent`. Workers themselves never compare clocks
+            (`FailureDetector`).
         state: `running`; `silent` if its heartbeat is old; `gone` if its process has ended without
             reporting it; `unreadable` if its heartbeat cannot be read; otherwise how the worker
             ended.
@@ -79,16 +82,17 @@ def read_status(storage: Storage, stale_after: float) -> Status:
 
     A worker without a heartbeat for `stale_after` seconds counts as silent.
     """
-    board = LeaseTable.of(names_in(storage, LEASES))
+    table = LeaseTable.of(names_in(storage, LEASES))
     open_shards = {  # → the number of the shard's last lease
         shard: epoch
-        for shard, epoch in board.epochs.items()
-        if shard >= 0 and shard not in board.done | board.quarantined
+        for shard, epoch in table.epochs.items()
+        # Numbers below 0 are of leases for other work, such as grading.
+        if shard >= 0 and shard not in table.done | table.quarantined
     }
     owners = {s: _lease(storage, lease_name(s, epoch)) for s, epoch in open_shards.items()}
     copiers = {
         s: _lease(storage, lease_name(s, epoch, "b"))
-        for s, epoch in board.backups.items()
+        for s, epoch in table.backups.items()
         if s in open_shards
     }
     workers = []
@@ -104,11 +108,11 @@ def read_status(storage: Storage, stale_after: float) -> Status:
         about = {"worker": number, "host": "?", "pid": "?", "ended": None, **(beat or {})}
         worker = _worker(about, silent, stale_after, shards, backups)
         workers.append(worker if beat is not None else replace(worker, state="unreadable"))
-    quarantined = {
+    quarantined = {  # a mark of quarantine has the form of a lease
         shard: _lease(storage, mark_name(shard, "quarantined")).ended
-        for shard in sorted(board.quarantined)
+        for shard in sorted(table.quarantined)
     }
-    return Status(workers, len(board.done), len(open_shards), quarantined)
+    return Status(workers, len(table.done), len(open_shards), quarantined)
 
 
 def _lease(storage: Storage, name: str) -> Lease:
@@ -125,9 +129,9 @@ def _worker(
 ) -> WorkerState:
     """The state of a worker by its heartbeat."""
     if beat["ended"] is not None:
-        attempt = beat.get("attempt", {})
-        state = beat["ended"] if attempt.get("status") == "running" else attempt.get("status", "")
-        state = state or beat["ended"]
+        # The attempt's status says more, but not if the worker stopped before it could set it.
+        status = beat.get("attempt", {}).get("status")
+        state = beat["ended"] if status in (None, "", "running") else status
     elif is_gone(beat):
         state = "gone"
     else:

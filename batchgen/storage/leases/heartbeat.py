@@ -95,7 +95,7 @@ def encoded(
 
 
 def _end_with_launcher() -> None:
-    """Stop this process as Ctrl-C would, if its launcher has ended."""
+    """Stop this process by SIGTERM, which ends a worker like Ctrl-C, if its launcher has ended."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):
         del os.environ[LAUNCHER]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.storage.shards.row_order import RowsInOrder
+from batchgen.storage.shards.row_order import RowsInOrder, rows_of_keys
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -213,9 +213,9 @@ class KeptRows:
         """Find the kept samples; every row must be complete."""
         marks = rows.table(np.arange(len(rows.keys)), [VALID, OUTCOME])
         valid, failed = marks_of(marks)
-        # A key is the row's index, shifted by 31 bits, and the sample. `group` numbers the input
-        # rows.
-        first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]  # cut: no rows
+        # `group` numbers the input rows. Without rows the prepended True is cut off again.
+        differs = np.diff(rows_of_keys(rows.keys)) != 0
+        first = np.append(True, differs)[: len(rows.keys)]
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
         so_far = _so_far(valid)

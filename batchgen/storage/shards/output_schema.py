@@ -115,7 +115,8 @@ class OutputSchema:
         parsed: the column of parsed JSON; None without it.
         text_column: the name of the column of generated text.
         extra: names of the columns of texts besides the answer.
-        enough: the rule by which a row has enough samples; None if all rows have the same number.
+        enough: the rule by which a row has enough samples, which adds `ENOUGH_COLUMNS`; None if all
+            rows have the same number.
     """
 
     arrow: pa.Schema
@@ -154,7 +155,7 @@ class OutputSchema:
             extra: the columns of texts besides the answer, such as the reasoning.
             answers, replays: whether rows have given answers to score, and these are trajectories.
             images: whether rows may have images.
-            is_read: whether rows are only read.
+            is_read: whether rows are only read: nothing is generated, as for embeddings.
 
         Raises:
             ConfigError: a column has the name of another column that batchgen writes.
@@ -209,6 +210,8 @@ class OutputSchema:
             "row_id": [row.row_id for row in rows],
             "row_index": [row.row_index for row in rows],
             "sample_index": [row.sample_index for row in rows],
+            # `extra` has TEXT only for an output without an answer, whose text is None then. Its
+            # key is TEXT, whatever name the job gives to the column.
             self.text_column: [
                 row.extra.get(TEXT, o.text) if o and o.finish_reason != "error" else None
                 for row, o in zip(rows, outputs, strict=True)
@@ -246,6 +249,8 @@ class OutputSchema:
             values[PARSED] = self.parsed.array(outputs)
         if self.enough is not None:
             values[VALID] = [row.valid for row in rows]
+            # These three follow from all samples of a row, and are filled when the shard is
+            # published. Only a row that never reached the engine is known to have failed before.
             values[OUTCOME] = [None if row.output else FAILED for row in rows]
             values[NUM_VALID] = values[NUM_SAMPLES] = [None] * len(rows)
         if PROMPT_TOKEN_IDS in types:

@@ -15,9 +15,15 @@ KEYS = (ROW_COLUMN, SAMPLE_COLUMN)
 
 
 def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-    """[R] A number for each row; it is larger for rows that come later in the order."""
+    """[R] A number for each row: the sample's index in the 31 low bits, the row's index above them.
+    It is larger for rows that come later in the order."""
     rows, samples = (np.asarray(batch.column(name).to_numpy(), np.int64) for name in KEYS)
     return (rows << 31) | samples
+
+
+def rows_of_keys(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[R] The indices of the input rows that these `row_keys` [R] belong to."""
+    return keys >> 31
 
 
 def first_key(row_index: int) -> int:

@@ -21,7 +21,7 @@ _PREFIXED = {
     "meter": "m", "metre": "m", "gram": "g", "gramme": "g", "liter": "L", "litre": "L",
     "second": "s", "joule": "J", "newton": "N", "watt": "W", "volt": "V", "ampere": "A", "amp": "A",
     "hertz": "Hz", "pascal": "Pa", "mole": "mol", "calorie": "cal", "ohm": "Ω", "byte": "B",
-    "bit": "bit",
+    "bit": "bit", "electronvolt": "eV",
 }  # fmt: skip
 # Short name of a unit → its other spellings; plurals with s are added.
 _OTHERS = {
@@ -77,6 +77,7 @@ def _names() -> dict[str, str]:
             symbol.replace("l", "L") if symbol[-1] == "l" and symbol[:-1] in "mdck" else symbol
         )
     names["centuries"] = "century"
+    names["KB"] = "kB"
     return names | _CHINESE
 
 

@@ -13,16 +13,19 @@ from batchgen.evals.math.reading.nodes import Based, Node, NotRead, Number
 from batchgen.evals.math.reading.number_words import NUMBERS
 from batchgen.evals.math.reading.tokens import Token
 
+# Commands over digits that repeat.
+_REPEATING = ("overline", "bar")
+
 
 def read_number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> Node:
     """The number that begins with a token. `argument` reads the argument of a command."""
     if cursor.is_sign("_"):
         return _based(cursor, token)
-    if cursor.is_sign(".") and cursor.peek(1).text == "overline":  # `3.\overline{3}`
+    if cursor.is_sign(".") and cursor.peek(1).text in _REPEATING:  # `3.\overline{3}`
         cursor.take()
         return _repeating(cursor, token.text + ".")
     if "." in token.text:
-        if cursor.is_sign("overline"):
+        if cursor.is_sign(*_REPEATING):
             return _repeating(cursor, token.text)
     elif (fraction := _fraction_after(cursor, argument)) is not None:
         return Number(Fraction(token.text) + fraction)
@@ -41,7 +44,7 @@ def digit(cursor: Cursor) -> Node:
 
 def _repeating(cursor: Cursor, text: str) -> Node:
     r"""Read a decimal whose last digits repeat: `0.1\overline{6}`."""
-    cursor.expect("overline")
+    cursor.expect(*_REPEATING)
     digits = cursor.braced_text()
     if not digits.isdecimal():
         raise NotRead

@@ -59,7 +59,10 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     if isinstance(value, range):
         return ["r", value.start, value.stop, value.step]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return encode(value.tolist(), refer)
+        plain = value.tolist()
+        if type(plain) is type(value):  # a long double, which becomes the closest Python number
+            plain = complex(value) if value.dtype.kind == "c" else float(value)
+        return encode(plain, refer)
     return ["o", refer(value)]
 
 
@@ -69,15 +72,22 @@ def decode_value(form: Any, referred: Callable[[int], Any]) -> Any:
     Raises:
         ValueError, TypeError: it is not such a form.
     """
+    try:
+        return _value_of(form, referred)
+    except (ArithmeticError, LookupError, RecursionError) as error:
+        raise ValueError("no such form") from error
+
+
+def _value_of(form: Any, referred: Callable[[int], Any]) -> Any:
     if not isinstance(form, list):
         if isinstance(form, (float, dict)):
             raise ValueError("no such form")
         return form
     letter, *parts = form
     if letter in _LISTS:
-        return _LISTS[letter](decode_value(item, referred) for item in parts[0])
+        return _LISTS[letter](_value_of(item, referred) for item in parts[0])
     if letter == "d":
-        return {decode_value(k, referred): decode_value(v, referred) for k, v in parts[0]}
+        return {_value_of(k, referred): _value_of(v, referred) for k, v in parts[0]}
     if letter in _TEXTS:
         return _TEXTS[letter](parts[0])
     if letter == "c":

@@ -79,6 +79,8 @@ def test_conversations_are_written_with_the_chat_template(llm: LLM) -> None:
     template = "{{ messages[0].content }}{{ mark }}"
     (output,) = llm.chat("hi", PARAMS, template_kwargs={"chat_template": template, "mark": "!"})
     assert output.prompt_token_ids == ids_of(llm, "hi!")
+    refused: list[Any] = llm.chat(CHAT[0], PARAMS)
+    assert [output.error.type for output in refused] == ["bad_prompt"]
     with pytest.raises(ValueError, match=r"^template_kwargs.thinking: the model's chat template"):
         llm.chat("hi", PARAMS, chat_template_kwargs={"thinking": True})
 

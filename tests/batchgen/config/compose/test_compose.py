@@ -231,6 +231,14 @@ def test_a_ready_job_with_another_strategy(by: str, capsys: pytest.CaptureFixtur
     assert said.endswith("the output.columns draft_accepted, step_map\n")
 
 
+def test_a_choice_in_an_argument_replaces_the_columns_of_a_job_file_too() -> None:
+    values = {"experiment": "nano_hybrid", "strategy": "ar", "output.columns": ["step_map"]}
+    config = compose(values, ["output=parquet"])
+    assert config.output.columns == ("logprobs", "routed_experts")
+    config = compose(values, ["output.columns=[step_map]", "output=parquet"])
+    assert config.output.columns == ("step_map",)
+
+
 def test_what_the_user_gives_for_another_strategy_is_refused() -> None:
     arguments = ["+experiment=nano_hybrid", "strategy=ar"]
     with pytest.raises(ConfigError, match="strategy=ar has no key proposer"):

@@ -316,3 +316,15 @@ def test_one_box_is_found_as_among_others(text: str) -> None:
     before = "\\boxed{1} "
     found = [(start - len(before), end - len(before)) for start, end in boxes(before + text)]
     assert [span for span in found if span[0] >= 0] == boxes(text)
+
+
+def test_a_wrong_answer_in_another_unit_does_not_vote_for_the_right_one() -> None:
+    step = Grade(method="math", choices=None)
+    for target, wrong in (("5 cm", "5 m"), ("y = 5", "x = 5")):
+        graded = {
+            answer: step.apply(AnswerRow("", {"target": target}, {"answer": answer}))
+            for answer in (target, "5", wrong)
+        }
+        marks = [values["mark"] for values in graded.values()]
+        right, bare, other = (values["answer_key"] for values in graded.values())
+        assert marks == [1, 1, 0] and right == bare != other

@@ -234,6 +234,28 @@ def test_equal_numbers_of_unpaired_runs_have_no_p() -> None:
     assert math.isnan(found.p) and math.isnan(found.interval.low)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
+def test_a_difference_counts_whatever_the_size_of_the_numbers(scale: float) -> None:
+    """Means of seven and of three equal numbers differ by rounding alone."""
+    a, b = (
+        Marks.of(
+            [
+                Sample(str(q), k, scale * (q + 1 / 7 + 0.01 * more), "x")
+                for q in range(3)
+                for k in range(samples)
+            ],
+            bounded=False,
+        )
+        for samples, more in ((7, 0), (3, 1))
+    )
+    fewer = Marks.of(
+        [Sample(str(q), k, scale * (q + 1 / 7), "x") for q in range(3) for k in range(3)],
+        bounded=False,
+    )
+    assert len(compare(a, fewer, bounded=False).ties) == 3
+    assert len(compare(a, b, bounded=False).wins) == 3
+
+
 def test_exams_are_compared_over_common_rows() -> None:
     one = Exam({"a": "1", "b": "2", "c": "3"}, {"a": "A", "b": "B", "c": "C"})
     assert row_differences(one, Exam({"a": "1", "b": "2"}, {"a": "A", "b": "B"})) == ()

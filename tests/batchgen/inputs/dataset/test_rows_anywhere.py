@@ -192,3 +192,18 @@ def test_rows_of_csv(
         data = source(at / f"{name}s", id_column="i", streaming=streaming, **more)
         assert facts(data) == want
     shutil.rmtree(at)
+
+
+@pytest.mark.parametrize("inner", ["list", "object", "both"])
+def test_deeply_nested_rows_can_be_read_from_a_shard(inner: str) -> None:
+    """Parquet files with over 49 lists in each other can be written but not read."""
+    value: Any = [1, "x"]
+    for _ in range(120):
+        value = (
+            [value] if inner == "list" else {"a": value} if inner == "object" else [{"a": value}]
+        )
+    data = source(jsonl("a.jsonl", [{"v": value}, {"v": None}]))
+    out = [data.passthrough(row) for row in data.rows()]
+    pq.write_table(pa.Table.from_pylist(out, schema=data.schema), "shard.parquet")
+    assert pq.read_table("shard.parquet").num_rows == 2
+    assert [row["v"] for row in read_back(data)] == [value, None]

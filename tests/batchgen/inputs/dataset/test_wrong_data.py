@@ -78,6 +78,13 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
     ),
     ("empty file", text("a.jsonl", ""), {"path": "a.jsonl"}, r"dataset.path: a.jsonl is empty"),
     ("empty csv", text("a.csv", ""), {"path": "a.csv"}, r"dataset.path: a.csv is empty"),
+    ("blank lines", text("a.txt", "\n \n"), {"path": "a.txt"}, r"dataset.path: a.txt has no rows"),
+    (
+        "date after 9999",
+        lambda: pq.write_table(pa.table({"a": pa.array([10**7], pa.date32())}), "a.parquet"),
+        {"path": "a.parquet"},
+        r"dataset.path: datasets cannot read a.parquet: OverflowError: date value out of range",
+    ),
     (
         "damaged dataset_dict.json",
         text("d/dataset_dict.json", '{"splits":'),

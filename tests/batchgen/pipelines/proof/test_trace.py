@@ -16,9 +16,11 @@ import yaml
 from batchgen.__main__ import run_command
 from batchgen.storage.folder.export_record import ExportEntry, ExportRecord
 from batchgen.storage.folder.pipeline_record import PipelineRecord
+from tests.support.engine.lora_files import write_adapter
 from tests.support.jobs.finished_job import finished_job, row
 from tests.support.jobs.real_job import ROWS, overrides, run
 
+ARMS = ("one", "base", "two")
 GRADED = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
           "{_target_: batchgen.grading.grade.Grade, method: exact, target: q}]"]  # fmt: skip
 
@@ -256,6 +258,18 @@ def test_a_job_that_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the job is stopped" in capsys.readouterr().err
 
 
+def test_a_row_that_a_stopped_job_has_not_reached_was_not_dropped(
+    top: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Path(shutil.copytree(top / "judge", tmp_path / "judge"))
+    name = pq.read_table(judge / "data")["row_id"][0].as_py()
+    shutil.rmtree(judge / "data")
+    metrics = json.loads((judge / "metrics.json").read_bytes())
+    (judge / "metrics.json").write_text(json.dumps({**metrics, "status": "failed"}))
+    assert run_command(["trace", str(judge), name]) == 2
+    assert "is not there, and the job is failed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
@@ -272,3 +286,64 @@ def test_a_strangers_configuration_ends_in_a_word(
     unknown = "id7" if isinstance(dataset, dict) and dataset["path"] != "x" else "id0"
     assert run_command(["trace", str(job), unknown]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def grid(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job that runs each row with three adapters, `base` among them, and two samples of each."""
+    top = tmp_path_factory.mktemp("grid")
+    (top / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(top / name, model, seed=seed, strength=0.2)
+    arms = [f"model.lora=[{top}/one,base,{top}/two]", "model.lora_grid=true"]
+    run(overrides(model, top / "rows.jsonl", top / "job", *arms))
+    return top
+
+
+def check_arm(found: list[dict[str, Any]], kinds: list[str], adapter: str, name: str) -> None:
+    """Check that a trace has one answer, of this adapter and row, and leads to the row's line."""
+    assert [one["kind"] for one in found] == [*kinds, "answers", "data set"]
+    *_, answers, source = found
+    assert [(one["adapter"], one["row_id"]) for one in answers["rows"]] == [(adapter, name)]
+    assert source["row_index"] == next(i for i, one in enumerate(ROWS) if one["id"] == name)
+
+
+def test_rows_of_each_adapter_are_told_apart(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = tmp_path / "chosen"
+    where = "not (adapter == 'two' and row_id == 'r2')"
+    assert run_command(["select", f"{grid}/job", "--where", where, "--out", str(chosen)]) == 0
+    capsys.readouterr()
+    for adapter in ARMS:
+        found = trace(capsys, chosen, f"{adapter}/r4#1")
+        check_arm(found, ["set"], adapter, "r4")
+        assert found[0]["row"]["response"] == found[1]["rows"][0]["text"]
+        check_arm(trace(capsys, grid / "job", f"{adapter}/r4", "--sample", 0), [], adapter, "r4")
+    (dropped,) = trace(capsys, chosen, "two/r2#0")
+    assert "adapter is 'two'" in dropped["reason"]
+    assert run_command(["trace", str(chosen), "r4#1"]) == 2
+    said = capsys.readouterr().err
+    assert "3 rows have the id r4#1" in said and "one/r4#1, base/r4#1, two/r4#1" in said
+    text = "[{user: '{{ q }}'}, {assistant: '{{ response }}'}]"
+    for source, kinds in ((chosen, ["line", "set"]), (grid / "job", ["line"])):
+        out = tmp_path / f"{source.name}.parquet"
+        options = ["--messages", text] if source == chosen else []
+        command = ["export", str(source), "--to", "sft", *options, "--out", str(out)]
+        assert run_command(command) == 0
+        for line in (1, 4, 5):  # of adapters one, base, two
+            check_arm(trace(capsys, out, "--line", line), kinds, ARMS[(line - 1) // 2], "r0")
+
+
+def test_a_set_without_the_adapters_is_not_traced_to_any_of_them(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = tmp_path / "chosen"
+    columns = ["--columns", "q,text"]
+    assert run_command(["select", f"{grid}/job", *columns, "--out", str(chosen)]) == 0
+    assert run_command(["trace", str(chosen), "r4#1"]) == 2
+    said = capsys.readouterr().err
+    assert "has no column 'adapter'" in said and f"batchgen trace {grid}/job ADAPTER/r4" in said
+    assert run_command(["select", f"{grid}/job", "--columns", "q", "--out", f"{chosen}-q"]) == 0
+    assert run_command(["trace", f"{chosen}-q", "r4#1"]) == 2
+    assert "make the set again with the text column in --columns" in capsys.readouterr().err

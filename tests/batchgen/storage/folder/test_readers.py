@@ -43,7 +43,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("name", ["out", "lr=0.1"])
+@pytest.mark.parametrize("name", ["out", "lr=0.1", 'Ann\'s "best" job'])
 def test_each_reader_reads_all_rows(
     tmp_path: Path, reader: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
