@@ -179,8 +179,7 @@ class OutputWriter:
         return row_index // self._rows_per_shard
 
     def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
-        """The samples of a row to begin now, besides those in `begun`; see
-        `OpenEnoughShard.wanted`."""
+        """The samples of a row to begin now besides `begun`; see `OpenEnoughShard.wanted`."""
         opened = self._open.get(self.shard_of(row_index))
         if opened is None:
             return []
@@ -273,10 +272,8 @@ class OutputWriter:
         return written
 
     def begun(self, row_index: int, sample_index: int, key: Callable[[], bytes]) -> Begun | None:
-        """The recorded tokens of a sample of a row in an open shard; None if there are none.
-
-        `key` returns the key of the sample's request, which must be that of the record.
-        """
+        """The recorded tokens of a sample of a row in an open shard, if the record has the key of
+        the sample's request, which `key` returns; None if there are none."""
         number = self.shard_of(row_index)
         if (opened := self._open.get(number)) is None:
             return None
@@ -314,7 +311,7 @@ class OutputWriter:
         if num_rows == 0 and 0 not in self._published.extents:
             self._publish(0, Extent(0, 0))
         self._publisher.wait(0)
-        for number in self._published.learn_others():
+        for number in self._published.learn_others(self._publisher.skipped):
             self.drop(number)
         self._published.check_complete(self._open)
 
@@ -334,7 +331,10 @@ class OutputWriter:
         self._begun.delete(number)
         self._published.extents[number] = extent
         older = self._published.older
-        if older.get(number) == extent and not files:
+        if self._written.lacks_files(number, files):
+            self.drop(number)
+            self._published.confirm(number)
+        elif older.get(number) == extent and not files:
             self._publisher.note_complete(number)
         else:
             self._publisher.submit(number, files, extent.num_answers, replaces=number in older)

@@ -104,16 +104,34 @@ class PublishedShards:
         """Whether no shard was published since this worker began."""
         return self._numbers() <= self.older.keys()
 
-    def learn_others(self) -> list[int]:
+    def learn_others(self, skipped: Collection[int] = ()) -> list[int]:
         """Read the extents of shards that other workers have published, and return the complete
-        ones."""
-        numbers = []
-        for number, expected in enumerate(self._expected()):
-            if self.extents.get(number) != expected and self.exists(number):
-                self.extents[number] = self._read(number)
-                if self.extents[number] == expected:
-                    numbers.append(number)
-        return numbers
+        ones. Of the `skipped` shards this worker only assumes that they are published."""
+        for number in skipped:
+            self.extents.pop(number, None)
+        return [
+            number
+            for number, expected in enumerate(self._expected())
+            if self.extents.get(number) != expected and self._learn(number)
+        ]
+
+    def confirm(self, number: int) -> None:
+        """Read the extent of a shard whose journal files are gone.
+
+        Raises:
+            JobError: no worker has published the shard.
+        """
+        del self.extents[number]
+        if not self._learn(number):
+            raise _rows_gone([number])
+
+    def _learn(self, number: int) -> bool:
+        """Read the extent of a shard that another worker may have published. Returns whether the
+        shard holds all its rows."""
+        if not self.exists(number):
+            return False
+        self.extents[number] = self._read(number)
+        return self.extents[number] == self.whole(number)
 
     def check_complete(self, opened: Collection[int]) -> None:
         """Check that the shards are those of the whole data set, and that no shard is `opened` any
@@ -129,6 +147,9 @@ class PublishedShards:
             if number >= len(expected) or extent != expected[number]:
                 what = f"the dataset does not have its {extent.rows} rows"
                 raise damaged(self.source(number), what)
+        missing = set(range(len(expected))) - self.extents.keys() - set(opened)
+        if missing:
+            raise _rows_gone(sorted(missing))
         raise JobError(
             f"the dataset ended after {len(expected)} shards, but shards {sorted(opened)} are not "
             "complete: it has changed since the job was started; use another output.dir"
@@ -149,3 +170,11 @@ class PublishedShards:
         if extent.rows > self._rows_per_shard or extent.samples > self._samples:
             raise damaged(source, f"{extent.num_answers} rows, which is impossible")
         return extent
+
+
+def _rows_gone(shards: list[int]) -> JobError:
+    """The error of shards whose journal files were deleted by hand, with the rows in them."""
+    return JobError(
+        f"journal files of shards {shards} were deleted, though the shards are not published: run "
+        "the same command again, which computes their rows again"
+    )

@@ -47,6 +47,8 @@ class Publisher:
     Attributes:
         exact: whether a row that was computed twice must have equal bits.
         by_schedule: the names of columns that need not be equal in any case.
+        skipped: the shards whose journal files were gone, because another worker has published
+            them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Publisher:
         """
         self.exact = True
         self.by_schedule: Collection[str] = ()
+        self.skipped: set[int] = set()
         self._data = data
         self._temporary = journal  # where files with temporary names are written
         self._schema = schema
@@ -122,6 +125,7 @@ class Publisher:
         except FileNotFoundError:
             # Another worker has published the shard and deletes its journal files.
             copy.unlink(missing_ok=True)
+            self.skipped.add(number)
             return
         count = write_shard(batches, self._schema, path, temporary)
         if count != rows:  # never publish fewer rows than are known to be finished

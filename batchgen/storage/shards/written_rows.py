@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,8 @@ class WrittenRows:
         self._published, self._journal, self._round = published, journal, retries
         self._rows_per_shard, self._samples, self._enough = rows_per_shard, samples, enough
         self._at_first = self._journal_files()
-        self._seen: dict[Path, int] = {}  # journal file → the number of batches that were read
+        # shard → journal file → the number of batches that were read
+        self._seen: dict[int, dict[Path, int]] = {}
 
     def _journal_files(self) -> set[Path]:
         shards = self._journal.shards()
@@ -76,12 +77,13 @@ class WrittenRows:
             if extent.rows and (retried_before or extent.enough is not None):
                 table = read_columns(self._published.source(number), opened.state_columns)
                 opened.take(table, errors_count=not retried_before)
+        seen = self._seen[number] = {}
         for path in self._journal.files(number, include_own=True):
-            self._seen[path] = 0
+            seen[path] = 0
             for batch in self._journal.batches(path):
                 attempt = journal_worker(path)
                 opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
-                self._seen[path] += 1
+                seen[path] += 1
         return opened
 
     def absorb(self, number: int, opened: OpenShard) -> bool:
@@ -89,18 +91,24 @@ class WrittenRows:
         that this worker has finished stay done. Returns whether there were any new rows."""
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
+        seen = self._seen.setdefault(number, {})
         for path in self._journal.files(number):
             errors_count = journal_worker(path) >= retried_before
             try:
                 batches = self._journal.batches(path)
-                for batch in itertools.islice(batches, self._seen.get(path, 0), None):
+                for batch in itertools.islice(batches, seen.get(path, 0), None):
                     opened.take_others(
                         batch, errors_count=errors_count, attempt=journal_worker(path)
                     )
-                    self._seen[path] = self._seen.get(path, 0) + 1
+                    seen[path] = seen.get(path, 0) + 1
             except FileNotFoundError:  # the shard was just published
                 pass
         return opened.num_done > before
+
+    def lacks_files(self, number: int, files: Collection[Path]) -> bool:
+        """Whether a journal file of which this worker has read rows is not among the `files` of the
+        shard any more. Journal files are deleted only once their shard is published."""
+        return any(path not in files for path in self._seen.get(number, ()))
 
     def begun(self, number: int) -> BegunRows:
         """The records of begun rows of a shard, by all workers. A file that cannot be read is left

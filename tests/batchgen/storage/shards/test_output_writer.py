@@ -237,6 +237,48 @@ def test_a_shard_that_is_published_while_it_is_taken(
     assert not list((tmp_path / "journal").iterdir())
 
 
+def test_a_shard_that_is_published_while_its_last_rows_are_computed_a_second_time(
+    tmp_path: Path,
+) -> None:
+    """Its journal files are gone before the second worker hears that the shard is published."""
+    rows = [finished_row(index, sample) for index in range(PER_SHARD) for sample in range(SAMPLES)]
+    with open_writer(tmp_path, worker=1) as first, open_writer(tmp_path, worker=2) as second:
+        first.write(rows[:-1])
+        second.take(0)
+        first.write(rows[-1:])
+        first.flush()
+        second.absorb(0)
+        second.write(rows[-1:])
+        second.finish(PER_SHARD)
+        assert not second.is_open(0) and second.complete_shards == {0}
+    assert pq.read_table(tmp_path / "data").num_rows == len(rows)
+
+
+def test_rows_whose_journal_was_deleted_are_not_called_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [finished_row(index, sample) for index in range(PER_SHARD) for sample in range(SAMPLES)]
+    with open_writer(tmp_path / "early", worker=1) as writer:
+        writer.write(rows[:-1])
+    with open_writer(tmp_path / "early", worker=2) as writer:
+        writer.take(0)
+        next((tmp_path / "early/journal").iterdir()).unlink()
+        writer.others_have_rows()  # lists the files
+        with pytest.raises(JobError, match=r"shards \[0\] were deleted, though the shards"):
+            writer.write(rows[-1:])
+    with open_writer(tmp_path / "late", worker=1) as writer:
+        publish = writer._publisher._publish
+
+        def delete_first(number: int, files: list[Path], *arguments: Any) -> None:
+            files[0].unlink()
+            publish(number, files, *arguments)
+
+        monkeypatch.setattr(writer._publisher, "_publish", delete_first)
+        writer.write(rows)
+        with pytest.raises(JobError, match=r"shards \[0\] were deleted, though"):
+            writer.finish(PER_SHARD)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     write(tmp_path, [all_rows()], PER_SHARD, ROWS)
