@@ -184,13 +184,10 @@ class Worker:
 
     def publish(self, shard: int, file: Path | None, *, replaces: bool) -> bool:
         """Publish a shard's file under this worker's lease; see `shards.publisher.Publish`."""
-        try:
-            if file is None:
-                self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
-                return True
-            return self._do(publish_leased(shard, file, self.number, replaces=replaces))
-        except FolderGone:  # the job was completed without this worker
+        if file is None:
+            self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
             return True
+        return self._do(publish_leased(shard, file, self.number, replaces=replaces))
 
     def claim_finish(self) -> bool:
         """Try to become the worker that grades, scores and completes the job; return whether it is.

@@ -175,6 +175,6 @@ class PublishedShards:
 def _rows_gone(shards: list[int]) -> JobError:
     """The error of shards whose journal files were deleted by hand, with the rows in them."""
     return JobError(
-        f"journal files of shards {shards} were deleted, though the shards are not published: run "
-        "the same command again, which computes their rows again"
+        f"journal files or leases of shards {shards} were deleted, though the shards are not "
+        "published: run the same command again, which computes the rows that are lost"
     )

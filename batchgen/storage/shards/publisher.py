@@ -3,12 +3,14 @@ submits them."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from batchgen.storage.leases.file_store import FolderGone
 from batchgen.storage.shards.journal import read_file
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import (
@@ -37,6 +39,9 @@ class Publish(Protocol):
 
         Returns:
             Whether the published shard equals the file.
+
+        Raises:
+            FolderGone: other workers have completed the job.
         """
         ...
 
@@ -47,8 +52,8 @@ class Publisher:
     Attributes:
         exact: whether a row that was computed twice must have equal bits.
         by_schedule: the names of columns that need not be equal in any case.
-        skipped: the shards whose journal files were gone, because another worker has published
-            them.
+        skipped: the shards that another worker must have published, because their journal files or
+            the leases are gone.
     """
 
     def __init__(
@@ -95,7 +100,8 @@ class Publisher:
 
     def note_complete(self, number: int) -> None:
         """Note that a published shard needs no change."""
-        self._name_file(number, None, replaces=False)
+        with contextlib.suppress(FolderGone):
+            self._name_file(number, None, replaces=False)
 
     def wait(self, limit: int) -> None:
         """Wait until at most `limit` shards are being published. Raises the thread's errors."""
@@ -136,7 +142,11 @@ class Publisher:
         # Before the shard gets its name: a kill in between would otherwise make the next attempt
         # compute the errors again that were just computed again.
         self._round.finished(number)
-        same = self._name_file(number, temporary, replaces=replaces)
+        try:
+            same = self._name_file(number, temporary, replaces=replaces)
+        except FolderGone:
+            self.skipped.add(number)
+            return
         copy.unlink(missing_ok=True)
         if not same:
             self._keep(temporary, path)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen.storage.shards.shard_files
+from batchgen.storage.leases.file_store import FolderGone
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.fake_job import LOGPROBS
@@ -277,6 +278,18 @@ def test_rows_whose_journal_was_deleted_are_not_called_complete(
         writer.write(rows)
         with pytest.raises(JobError, match=r"shards \[0\] were deleted, though"):
             writer.finish(PER_SHARD)
+
+    def gone(*_: Any, **__: Any) -> bool:
+        raise FolderGone
+
+    with open_writer(tmp_path / "without leases", publish=gone) as writer:
+        writer.write(rows)
+        with pytest.raises(JobError, match=r"shards \[0\] were deleted, though"):
+            writer.finish(PER_SHARD)
+    with open_writer(tmp_path / "without leases") as writer:
+        assert writer.resumed == len(rows)
+        writer.finish(PER_SHARD)
+    assert len(shards(tmp_path / "without leases")) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
