@@ -1,5 +1,6 @@
 """The command as a Hydra application: its launchers, its folders, and how jobs end there."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ class Jobs:
             raise JobError("the job failed")
         folder = Path(config.output.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        last = '{"rows": 2, "rows_resumed": 0, "error_rows": 0}'
-        (folder / "metrics.json").write_text(f'{{"tokens_per_s": 5.0, "attempts": [{last}]}}')
+        last = {"status": "complete", "rows": 2, "rows_resumed": 0, "error_rows": 0}
+        metrics = {"status": "complete", "tokens_per_s": 5.0, "attempts": [last]}
+        (folder / "metrics.json").write_text(json.dumps(metrics))
         return SimpleNamespace(
             exit_code=code, message=f"wrote {folder}", stopped_by=15 if code > 128 else None
         )

@@ -65,7 +65,7 @@ def test_who_completed_the_job_keeps_its_figures(
     metrics = Metrics(path, 0, Tally(["a"], constrained=False), storage=storage)
     metrics.save("complete")
     mine = storage.read(path)
-    storage.write(path, "{}")
+    storage.write(path, '{"status": "running"}')
     complete()
     metrics.keep()
     assert mine and storage.read(path) == mine
