@@ -52,8 +52,8 @@ class Publisher:
     Attributes:
         exact: whether a row that was computed twice must have equal bits.
         by_schedule: the names of columns that need not be equal in any case.
-        skipped: the shards that another worker must have published, because their journal files or
-            the leases are gone.
+        skipped: the shards that another worker must have published, because their journal files,
+            the journal's folder or the leases are gone.
     """
 
     def __init__(
@@ -111,14 +111,18 @@ class Publisher:
     def _publish(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
         try:
             self._merge(number, files, rows, replaces)
+        except FolderGone:
+            self.skipped.add(number)
         except (FileNotFoundError, JobError):
             # If other workers have completed the job while this process was paused, the folder of
             # the journal is deleted, and this shard is published.
             if self._temporary.exists():
                 raise
+            self.skipped.add(number)
 
     def _merge(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
-        """Write the shard's file, give it its name, and delete the journal files."""
+        """Write the shard's file, give it its name, and delete the journal files. Raises FolderGone
+        if the leases are gone; the journal then stays."""
         path = shard_path(self._data, number)
         temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
         copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
@@ -142,11 +146,7 @@ class Publisher:
         # Before the shard gets its name: a kill in between would otherwise make the next attempt
         # compute the errors again that were just computed again.
         self._round.finished(number)
-        try:
-            same = self._name_file(number, temporary, replaces=replaces)
-        except FolderGone:
-            self.skipped.add(number)
-            return
+        same = self._name_file(number, temporary, replaces=replaces)
         copy.unlink(missing_ok=True)
         if not same:
             self._keep(temporary, path)

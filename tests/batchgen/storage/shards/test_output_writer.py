@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,17 +268,24 @@ def test_rows_whose_journal_was_deleted_are_not_called_complete(
         writer.others_have_rows()  # lists the files
         with pytest.raises(JobError, match=r"shards \[0\] were deleted, though the shards"):
             writer.write(rows[-1:])
-    with open_writer(tmp_path / "late", worker=1) as writer:
-        publish = writer._publisher._publish
+    for name, delete in (("late", Path.unlink), ("later", lambda file: shutil.rmtree(file.parent))):
+        with open_writer(tmp_path / name, worker=1) as writer:
+            publish = writer._publisher._publish
 
-        def delete_first(number: int, files: list[Path], *arguments: Any) -> None:
-            files[0].unlink()
-            publish(number, files, *arguments)
+            def delete_first(
+                number: int,
+                files: list[Path],
+                *arguments: Any,
+                delete: Callable[[Path], None] = delete,
+                publish: Callable[..., None] = publish,
+            ) -> None:
+                delete(files[0])
+                publish(number, files, *arguments)
 
-        monkeypatch.setattr(writer._publisher, "_publish", delete_first)
-        writer.write(rows)
-        with pytest.raises(JobError, match=r"shards \[0\] were deleted, though"):
-            writer.finish(PER_SHARD)
+            monkeypatch.setattr(writer._publisher, "_publish", delete_first)
+            writer.write(rows)
+            with pytest.raises(JobError, match=r"shards \[0\] were deleted, though"):
+                writer.finish(PER_SHARD)
 
     def gone(*_: Any, **__: Any) -> bool:
         raise FolderGone
