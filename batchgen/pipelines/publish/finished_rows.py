@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class FinishedRows(FinishedShards):
         values = self.config.get(name)
         return values if isinstance(values, dict) else {}
 
-    @property
+    @cached_property
     def is_grid(self) -> bool:
         """Whether rows ran with several adapters (`model.lora_grid`), so that ids occur once for
         each adapter."""
