@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from batchgen.api.python.configured_job import JobOutcome
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
+from batchgen.storage.stores.open_storage import job_metrics
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here
 from batchgen.util.text.text_table import counted
@@ -141,6 +141,7 @@ def _completed(config: JobConfig, result: JobOutcome) -> CompleteJob:
     if result.stopped_by is not None:
         raise SystemExit(result.exit_code)
     folder = Path(config.output.dir).absolute()
-    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    figures = job_metrics(str(folder))
+    assert figures is not None, "a complete job has figures"
     del figures["attempts"]
     return CompleteJob(folder, result.exit_code, Summary(figures, result.message))
