@@ -70,13 +70,14 @@ def _of_pipeline(out: str, *, as_json: bool) -> int:
         summary,
     )
 
-    is_damaged = any(step.damage is not None for step in pipeline_counts(out))
+    steps = pipeline_counts(out)
+    is_damaged = any(step.damage is not None for step in steps)
     if as_json:
-        print(json.dumps(summary(out), indent=2, ensure_ascii=False))
+        print(json.dumps(summary(out, steps), indent=2, ensure_ascii=False))
         return int(is_damaged)
-    for line in status_text(out):
+    for line in status_text(out, steps):
         print(line)
-    for name, status in statuses(out).items():
+    for name, status in statuses(out, steps).items():
         if status.workers:
             print(f"\nworkers of step {name}:")
             print("\n".join(lines(status, None)))

@@ -3,7 +3,7 @@ kept (the *funnel*), and which workers run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,10 +24,9 @@ def pipeline_counts(out: str) -> list[StepCounts]:
     return [] if record is None else funnel(out, record.current)
 
 
-def status_text(out: str) -> Iterator[str]:
-    """Yield the funnel as a table, and a line for each step that is damaged, or has begun and is
-    not complete."""
-    steps = pipeline_counts(out)
+def status_text(out: str, steps: Sequence[StepCounts]) -> Iterator[str]:
+    """Yield the funnel of `pipeline_counts` as a table, and a line for each step that is damaged,
+    or has begun and is not complete."""
     yield funnel_table(steps)
     for step in steps:
         if step.damage is not None:
@@ -36,10 +35,10 @@ def status_text(out: str) -> Iterator[str]:
             yield status_line(open_job_reader(f"{out}/{step.folder}"), step.name)
 
 
-def statuses(out: str) -> Mapping[str, Status]:
+def statuses(out: str, steps: Sequence[StepCounts]) -> Mapping[str, Status]:
     """Return the workers of each step that has begun and is not damaged, by the step's name."""
     result = {}
-    for step in pipeline_counts(out):
+    for step in steps:
         if step.damage is not None:
             continue
         try:
@@ -51,10 +50,10 @@ def statuses(out: str) -> Mapping[str, Status]:
     return result
 
 
-def summary(out: str) -> dict[str, Any]:
+def summary(out: str, steps: Sequence[StepCounts]) -> dict[str, Any]:
     """Return the counts and the workers of each step as plain values for JSON, by the step's
     name."""
-    workers = statuses(out)
+    workers = statuses(out, steps)
     return {
         step.name: {
             **asdict(step),
@@ -63,5 +62,5 @@ def summary(out: str) -> dict[str, Any]:
             "kept": step.kept,
             "status": asdict(workers[step.name]) if step.name in workers else None,
         }
-        for step in pipeline_counts(out)
+        for step in steps
     }
