@@ -55,7 +55,7 @@ def full_attention_triton(
     out = torch.empty_like(q)
     tiles = triton.cdiv(longest, _BLOCK_M)
     _segments_kernel[(tiles * heads * (len(starts) - 1),)](
-        q, *operands, out, starts, tokens, tiles, scale * math.log2(math.e),
+        q, *operands, v, out, starts, tokens, tiles, scale * math.log2(math.e),
         NUM_HEADS=heads, HEAD_DIM=head_dim, FIRST=first, REST=rest,
         BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, INTERPRETED=not q.is_cuda, num_warps=8, num_stages=3,
     )  # fmt: skip
@@ -72,10 +72,26 @@ def _columns(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _values_of_segment(
+    v_ptr, row, seen, first, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Load COLUMNS columns, from `first` on, of the values at and after `row`: zeros for rows that
+    are not `seen`, and past the head.
+
+    The copy engine cannot do this, because it knows no segments. To replace its values by zeros in
+    registers ends in an illegal memory access (Triton 3.6).
+    """
+    rows = row.to(tl.int64) + tl.arange(0, seen.shape[0])
+    columns = first + tl.arange(0, COLUMNS)
+    inside = seen[:, None] & (columns < HEAD_DIM)[None, :]
+    return tl.load(v_ptr + rows[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _attend_tile(
-    acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length, scale_log2,
-    FIRST: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, v_ptr, row, start, length,
+    scale_log2, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `start` to start + BLOCK_N - 1 of a segment to a tile of queries.
 
@@ -94,21 +110,23 @@ def _attend_tile(
     rescale = tl.exp2(top - peak)
     total = total * rescale + tl.sum(weight, 1)
     weight = weight.to(q.dtype)
-    values = v.load([row, 0])
     if MASKED:
-        values = tl.where(seen[:, None], values, 0.0)
+        values = _values_of_segment(v_ptr, row, seen, 0, HEAD_DIM, FIRST)
+    else:
+        values = v.load([row, 0])
     acc = accumulate_dot(weight, values, acc * rescale[:, None], INTERPRETED)
     if REST:
-        more = v_rest.load([row, FIRST])
         if MASKED:
-            more = tl.where(seen[:, None], more, 0.0)
+            more = _values_of_segment(v_ptr, row, seen, FIRST, HEAD_DIM, REST)
+        else:
+            more = v_rest.load([row, FIRST])
         acc_rest = accumulate_dot(weight, more, acc_rest * rescale[:, None], INTERPRETED)
     return acc, acc_rest, peak, total
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles"])
 def _segments_kernel(
-    q_ptr, k, k_rest, v, v_rest, out_ptr, starts_ptr, num_tokens, tiles, scale_log2,
+    q_ptr, k, k_rest, v, v_rest, v_ptr, out_ptr, starts_ptr, num_tokens, tiles, scale_log2,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -144,13 +162,13 @@ def _segments_kernel(
     full = length // BLOCK_N * BLOCK_N
     for start in tl.range(0, full, BLOCK_N):
         acc, acc_rest, top, total = _attend_tile(
-            acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length,
-            scale_log2, FIRST, REST, BLOCK_N, MASKED=False, INTERPRETED=INTERPRETED,
+            acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, v_ptr, row, start, length,
+            scale_log2, HEAD_DIM, FIRST, REST, BLOCK_N, MASKED=False, INTERPRETED=INTERPRETED,
         )  # fmt: skip
-    for start in tl.range(full, length, BLOCK_N):
+    for start in tl.range(full, length, BLOCK_N, num_stages=1):  # at most once
         acc, acc_rest, top, total = _attend_tile(
-            acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, row, start, length,
-            scale_log2, FIRST, REST, BLOCK_N, MASKED=True, INTERPRETED=INTERPRETED,
+            acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, v_ptr, row, start, length,
+            scale_log2, HEAD_DIM, FIRST, REST, BLOCK_N, MASKED=True, INTERPRETED=INTERPRETED,
         )  # fmt: skip
 
     dtype = out_ptr.dtype.element_ty
