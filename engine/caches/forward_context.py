@@ -11,9 +11,10 @@ same prefix. A *canvas* is the block of tokens that a diffusion model writes at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import LatentCache
@@ -99,6 +100,10 @@ class ImageFeatures:
         """K, the number of layers after which features are added to the residual stream."""
         return len(self.values) - 1
 
+    def behind(self, tokens: int) -> ImageFeatures:
+        """Return the features in a forward that has this many tokens before these T."""
+        return replace(self, index=self.index + tokens) if tokens else self
+
     def put(self, embedded: Tensor) -> Tensor:
         """Replace the image tokens' rows of `embedded` [T, hidden_size] in place, and return it."""
         return embedded.index_copy_(0, self.index, self.values[0])
@@ -107,6 +112,66 @@ class ImageFeatures:
         """Add the features of layer `layer` < K to the residual stream [T, hidden_size] after it,
         in place, and return the stream."""
         return stream.index_add_(0, self.index, self.values[1 + layer])
+
+    def hide(self, input_ids: Tensor, pad_id: int) -> Tensor:
+        """Return the ids [T] with `pad_id` for image tokens."""
+        return input_ids.index_fill(0, self.index, pad_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlanes:
+    """The features of the image tokens among S consecutive tokens of a forward, with a place for
+    each of the S. A captured graph reads them, because it does not know which tokens these are.
+
+    The methods compute the same bits as those of `ImageFeatures`.
+    """
+
+    mask: Tensor  # [S, 1] bool, whether a token is an image token
+    values: Tensor  # [1 + K, S, hidden_size], as in `ImageFeatures`; arbitrary for other tokens
+    start: int = 0  # the index of the first of the S tokens among the T tokens of the forward
+
+    @property
+    def num_layers(self) -> int:
+        """K, the number of layers after which features are added to the residual stream."""
+        return len(self.values) - 1
+
+    def behind(self, tokens: int) -> ImagePlanes:
+        """Return the features in a forward that has this many tokens before these T."""
+        return replace(self, start=self.start + tokens)
+
+    def put(self, embedded: Tensor) -> Tensor:
+        """Replace the image tokens' rows of `embedded` [T, hidden_size] in place, and return it."""
+        rows = self._rows(embedded)
+        torch.where(self.mask, self.values[0], rows, out=rows)
+        return embedded
+
+    def add(self, stream: Tensor, layer: int) -> Tensor:
+        """Add the features of layer `layer` < K to the residual stream [T, hidden_size] after it,
+        in place, and return the stream."""
+        rows = self._rows(stream)
+        # A sum with 0 would change the sign of -0.
+        torch.where(self.mask, rows + self.values[1 + layer], rows, out=rows)
+        return stream
+
+    def hide(self, input_ids: Tensor, pad_id: int) -> Tensor:
+        """Return the ids [T] with `pad_id` for image tokens."""
+        ids = input_ids.clone()
+        self._rows(ids).masked_fill_(self.mask[:, 0], pad_id)
+        return ids
+
+    def fill(self, images: ImageFeatures | None) -> None:
+        """Copy the features of a batch; None: the batch has no image tokens."""
+        self.mask.zero_()
+        if images is not None:
+            self.mask.index_fill_(0, images.index, value=True)
+            self.values.index_copy_(1, images.index, images.values)
+
+    def first(self, tokens: int) -> ImagePlanes:
+        """Return the features of the first `tokens` of the S tokens, as views."""
+        return replace(self, mask=self.mask[:tokens], values=self.values[:, :tokens])
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor[self.start : self.start + len(self.mask)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +196,7 @@ class ForwardContext:
     outputs: OutputTokens | None = None
     # [T] or [T, 3] int64, the rotary positions of the tokens; None: equal to their positions.
     rope_positions: Tensor | None = None
-    images: ImageFeatures | None = None  # None if the forward has no image tokens
+    images: ImageFeatures | ImagePlanes | None = None  # None if the forward has no image tokens
     # [T] int64, like `kv_slots` for layers with a window; None for models without such layers.
     window_slots: Tensor | None = None
     # [T, layers, size], an input of each layer besides the residual stream; None for most models.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.caches.forward_context import ImageFeatures, OutputTokens
 from batchgen.engine.device.side_stream import with_side_stream
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.execution.fixed_inputs import RaggedInputs, fill_rows
@@ -69,6 +69,7 @@ class ForwardGraphs:
     Args:
         tiles: the sizes of the model's prefill-attention tiles, in tokens.
         scratch: a row on the scratch block that has every optional input the model reads.
+        features: as for `RaggedInputs`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ForwardGraphs:
         block_size: int,
         tiles: Collection[int],
         scratch: ModelInputs,
+        features: Tensor | None = None,
     ) -> None:
         self._shapes = shapes
         self._block_size = block_size
@@ -95,8 +97,9 @@ class ForwardGraphs:
             windows=windows,
             lora=scratch.lora_slots is not None,
         )
-        self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
-        self._prefill = RaggedInputs(shapes.alone_tokens, rows, blocks, tiles, scratch)
+        fixed = blocks, tiles, scratch, features
+        self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, *fixed)
+        self._prefill = RaggedInputs(shapes.alone_tokens, rows, *fixed)
         # The prefill tokens whose hidden states are needed, and the same tokens as rows of one
         # query.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -222,16 +225,18 @@ class ForwardGraphs:
         fill_rows(self._decode, inputs, size)
         return self._replay(_Key(kind, size, width))[:tokens]
 
-    def takes_chunk(self, prefill: ModelInputs, *, images: bool = False) -> bool:
-        """Return whether the prefill is small enough for the graphs of mixed batches. They read no
-        images and replay no tokens."""
-        if images or not self._may_read(prefill):
+    def takes_chunk(self, prefill: ModelInputs) -> bool:
+        """Return whether there is a graph of mixed batches for this prefill."""
+        if not self._may_read(prefill):
             return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
         return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
 
-    def mixed(self, decode: ModelInputs, prefill: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Run a decode step of B rows of one token each, together with a prefill.
+    def mixed(
+        self, decode: ModelInputs, prefill: ModelInputs, images: ImageFeatures | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a decode step of B rows of one token each, together with a prefill and its image
+        tokens.
 
         Returns:
             The hidden states of the decoding rows, [B, hidden_size], and of the prefill's tokens,
@@ -240,46 +245,50 @@ class ForwardGraphs:
         """
         size = self._choices["mixed", 1].choose(decode.num_rows)
         fill_rows(self._decode, decode, size)
-        self._chunk.fill(prefill, self._shapes.chunk_tokens)
+        self._chunk.fill(prefill, self._shapes.chunk_tokens, images)
         hidden = self._replay(_Key("mixed", size))
         return hidden[: decode.num_rows], hidden[size:]
 
-    def takes_prefill(self, inputs: ModelInputs, *, images: bool = False) -> bool:
-        """Return whether there is a graph for a prefill of this many tokens. Graphs read no images
-        and replay no tokens."""
-        fits = len(inputs.input_ids) <= self._shapes.alone_tokens
-        return fits and not images and self._may_read(inputs)
+    def takes_prefill(self, inputs: ModelInputs) -> bool:
+        """Return whether there is a graph for this prefill without decoding rows."""
+        return len(inputs.input_ids) <= self._shapes.alone_tokens and self._may_read(inputs)
 
     def _may_read(self, prefill: ModelInputs) -> bool:
-        """Return whether graphs support the inputs of this prefill, whatever its size. They support
-        no replayed tokens and no `rope_positions`, which only prompts with images have."""
-        replays = prefill.replayed is not None
-        has_rope_positions = prefill.rope_positions is not None
-        return self._shapes.reads_prompts and not replays and not has_rope_positions
+        """Return whether graphs can compute a prefill of few tokens. They replay no tokens, and
+        read no images whose tokens attend to each other."""
+        is_causal = prefill.replayed is None and prefill.last_seen is None
+        return self._shapes.reads_prompts and is_causal
 
-    def takes_all(self, inputs: ModelInputs, *, images: bool = False) -> bool:
+    def takes_all(self, inputs: ModelInputs) -> bool:
         """Return whether there is a graph for this prefill that computes the hidden states of all
         tokens."""
-        return self._shapes.all_tokens and self.takes_prefill(inputs, images=images)
+        return self._shapes.all_tokens and self.takes_prefill(inputs)
 
-    def prefill_all(self, inputs: ModelInputs) -> Tensor:
+    def prefill_all(self, inputs: ModelInputs, images: ImageFeatures | None = None) -> Tensor:
         """Run a prefill and return the hidden states of all its tokens, [T, hidden_size], valid
         until the next replay."""
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
-        self._prefill.fill(inputs, size)
+        self._prefill.fill(inputs, size, images)
         return self._replay(_Key("prefill", size))[: len(inputs.input_ids)]
 
-    def prefill(self, inputs: ModelInputs, last: Tensor, outputs: ModelInputs) -> Tensor:
+    def prefill(
+        self,
+        inputs: ModelInputs,
+        last: Tensor,
+        outputs: ModelInputs,
+        images: ImageFeatures | None = None,
+    ) -> Tensor:
         """Run a prefill and return the hidden states of R of its tokens, [R, hidden_size], valid
         until the next replay.
 
         Args:
             last: [R] int64, the indices of these tokens.
             outputs: these tokens as rows of one token each.
+            images: the image tokens of the prefill; None if it has none.
         """
         assert not self._shapes.all_tokens, "the graph computes all tokens"
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
-        self._prefill.fill(inputs, size)
+        self._prefill.fill(inputs, size, images)
         count = len(last)
         self._last[:count].copy_(last)
         self._last[count:].zero_()

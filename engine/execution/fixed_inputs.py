@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.caches.forward_context import ImageFeatures, ImagePlanes
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.model_inputs import ModelInputs
@@ -30,6 +31,8 @@ class RaggedInputs:
         max_blocks: the most cache blocks of a row.
         tiles: the sizes of the model's prefill-attention tiles, in tokens.
         scratch: a row on the scratch block that has every optional input the model reads.
+        features: the planes of image features of one token, [1 + K, 1, hidden_size]; None if the
+            model reads no images.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RaggedInputs:
         max_blocks: int,
         tiles: Collection[int],
         scratch: ModelInputs,
+        features: Tensor | None = None,
     ) -> None:
         device = scratch.positions.device
         self._inputs = ModelInputs.on_scratch(
@@ -48,9 +52,15 @@ class RaggedInputs:
             states=scratch.state_slots is not None,
             snapshots=scratch.state_slots is not None,
             hidden=scratch.hidden,
+            rope_positions=scratch.rope_positions,
             windows=scratch.window_tables is not None,
             lora=scratch.lora_slots is not None,
         )
+        self._images: ImagePlanes | None = None
+        if features is not None:
+            mask = torch.zeros((tokens, 1), dtype=torch.bool, device=device)
+            planes, _, width = features.shape
+            self._images = ImagePlanes(mask, features.new_zeros((planes, tokens, width)))
         # The row of each token, at first the filler row for all.
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
@@ -71,15 +81,22 @@ class RaggedInputs:
         lens[self._filler] = size
         inputs = replace(self._inputs.first(len(lens), size), query_lens=lens)
         tiles = {tile: cut[: -(-size // tile) + self._filler] for tile, cut in self._tiles.items()}
-        return Part(inputs, self._rows[:size], tiles, starts=self._starts)
+        images = None if self._images is None else self._images.first(size)
+        return Part(inputs, self._rows[:size], tiles, starts=self._starts, images=images)
 
-    def fill(self, inputs: ModelInputs, size: int) -> None:
-        """Copy a batch into the fixed inputs and pad it to `size` tokens."""
+    def fill(self, inputs: ModelInputs, size: int, images: ImageFeatures | None = None) -> None:
+        """Copy a batch with its image tokens into the fixed inputs, and pad it to `size` tokens."""
         fixed, count, rows = self._inputs, len(inputs.input_ids), inputs.num_rows
         fixed.input_ids[:count].copy_(inputs.input_ids)
         fixed.positions[:count].copy_(inputs.positions)
         if fixed.hidden is not None and inputs.hidden is not None:
             fixed.hidden[:count].copy_(inputs.hidden)
+        if fixed.rope_positions is not None:
+            positions = inputs.rotary_positions
+            has_axes = positions.dim() == fixed.rope_positions.dim()
+            fixed.rope_positions[:count].copy_(positions if has_axes else positions.unsqueeze(1))
+        if self._images is not None:
+            self._images.fill(images)
         _fill_tables(fixed, inputs)
         _fill_lora(fixed, inputs)
         device = fixed.positions.device

@@ -16,6 +16,7 @@ from torch import Tensor
 from batchgen.engine.caches.forward_context import (
     ForwardContext,
     ImageFeatures,
+    ImagePlanes,
     OutputTokens,
     RowMetadata,
 )
@@ -47,7 +48,8 @@ class Part:
     # [B + 1] int32, the index of each row's first token, for models with recurrent layers. Required
     # in a captured prefill; None: computed from the rows' lengths.
     starts: Tensor | None = None
-    images: ImageFeatures | None = None  # the part's image tokens; None if it has none
+    # The image tokens; None if there are none. At most one part of a forward has some.
+    images: ImageFeatures | ImagePlanes | None = None
     # Whether each row's tokens form a canvas (the block of tokens that a diffusion model writes at
     # once), whose tokens attend to the whole canvas and to all tokens before it. Parts with
     # canvases come first and have `ModelInputs.hidden`.
@@ -172,15 +174,14 @@ def _rope_positions(parts: Sequence[Part]) -> Tensor:
     return _joined(positions_of_parts)
 
 
-def _images(parts: Sequence[Part]) -> ImageFeatures | None:
-    """Return the image tokens of all parts; None if there are none."""
-    start, indices, values = 0, [], []
+def _images(parts: Sequence[Part]) -> ImageFeatures | ImagePlanes | None:
+    """Return the image tokens of the part that has some; None if there are none."""
+    start = 0
     for part in parts:
         if part.images is not None:
-            indices.append(part.images.index + start)
-            values.append(part.images.values)
+            return part.images.behind(start)
         start += len(part.inputs.input_ids)
-    return ImageFeatures(_joined(indices), torch.cat(values, dim=1)) if indices else None
+    return None
 
 
 def _row_metadata(part: Part, states: RowStates) -> RowMetadata:

@@ -9,6 +9,7 @@ tokens are read by *prefills*, and each new token by *decode steps*. One forward
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -137,8 +138,17 @@ class ModelRunner:
             tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, self.model.dtype)
             for shape in self.model.attention_shapes
         }
+        model, features = self.model, None
         scratch = self.scratch_inputs(np.ones(1, np.int64))
-        return ForwardGraphs(self._forward, shapes, self.caches.block_size, sorted(tiles), scratch)
+        if model.turns_apart:
+            axes = (1, 3) if model.turns_by_axes else (1,)
+            scratch = replace(scratch, rope_positions=scratch.positions.new_zeros(axes))
+        if model.tower is not None:
+            sizes = model.tower.planes, 1, model.hidden_size
+            features = torch.zeros(sizes, dtype=model.dtype, device=self.device)
+        return ForwardGraphs(
+            self._forward, shapes, self.caches.block_size, sorted(tiles), scratch, features
+        )
 
     def drop_graphs(self) -> None:
         """Free the CUDA graphs. Later forwards run without graphs."""
@@ -172,9 +182,8 @@ class ModelRunner:
         if self.caches.columns:
             return self._all_hidden(prefill)[last]
         outputs = self._output_rows(inputs, last, rows)
-        graphs, has_images = self._graphs, prefill.images is not None
-        if graphs is not None and graphs.takes_prefill(inputs, images=has_images):
-            return graphs.prefill(inputs, last, outputs)
+        if self._graphs is not None and self._graphs.takes_prefill(inputs):
+            return self._graphs.prefill(inputs, last, outputs, prefill.images)
         # The last layer computes at least one token, because kernels cannot run on none. `missing`
         # padding tokens make that number a multiple, or 1 if there are no rows.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
@@ -185,9 +194,9 @@ class ModelRunner:
     def _all_hidden(self, prefill: PrefillInputs) -> Tensor:
         """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], valid until
         the next forward."""
-        graphs, inputs = self._graphs, prefill.inputs
-        if graphs is not None and graphs.takes_all(inputs, images=prefill.images is not None):
-            return graphs.prefill_all(inputs)
+        inputs = prefill.inputs
+        if self._graphs is not None and self._graphs.takes_all(inputs):
+            return self._graphs.prefill_all(inputs, prefill.images)
         return self._forward([self._prefill_part(prefill)])[: len(inputs.input_ids)]
 
     def _output_rows(
@@ -310,9 +319,8 @@ class ModelRunner:
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
         hidden = None
-        graphs, has_images = self._graphs, prefill.images is not None
-        if graphs is not None and graphs.takes_chunk(inputs, images=has_images):
-            decoded, hidden = graphs.mixed(decode, inputs)
+        if self._graphs is not None and self._graphs.takes_chunk(inputs):
+            decoded, hidden = self._graphs.mixed(decode, inputs, prefill.images)
             ending = hidden[last]
         elif prefill.all_hidden or self.caches.columns:
             all_states = self._forward([Part(decode, width=1), self._prefill_part(prefill, count)])

@@ -12,7 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.caches.forward_context import (
+    ForwardContext,
+    ImageFeatures,
+    ImagePlanes,
+    OutputTokens,
+)
 from batchgen.engine.layers.embedding import Embedding
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
@@ -57,11 +62,15 @@ class LayerInputs(nn.Module):
         self.projection = Linear(hidden_size, width, bias=False, quantisable=False, where=where)
         self.norm = norm
 
-    def forward(self, input_ids: Tensor, embedded: Tensor, images: Tensor | None = None) -> Tensor:
-        """Compute the inputs [T, layers, size] for ids [T] with embeddings [T, hidden_size].
-        `images` are the indices of image tokens."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        embedded: Tensor,
+        images: ImageFeatures | ImagePlanes | None = None,
+    ) -> Tensor:
+        """Compute the inputs [T, layers, size] for ids [T] with embeddings [T, hidden_size]."""
         if images is not None:
-            input_ids = input_ids.index_fill(0, images, self._pad_id)
+            input_ids = images.hide(input_ids, self._pad_id)
         projected = self.projection(embedded).mul_(self._factor).unflatten(1, self._sizes)
         looked_up = self.table(input_ids).unflatten(1, self._sizes)
         inputs: Tensor = self.norm(projected) + looked_up

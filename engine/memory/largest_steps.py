@@ -57,6 +57,8 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
         if shapes.alone_tokens:
             graphs += prefill * shapes.alone_tokens // config.max_batched_tokens
+        if tower is not None:
+            graphs += tower.feature_bytes(shapes.alone_tokens + shapes.chunk_tokens)
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
     logits = max(rows * width, max_scored_tokens(model, config))
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)

@@ -91,8 +91,7 @@ class Decoder(nn.Module):
             stream = self.self_conditioning(summed(stream), ctx)
         if self.layer_inputs is not None:
             stream = summed(stream)
-            images = None if ctx.images is None else ctx.images.index
-            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream, images))
+            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream, ctx.images))
         # Layers may share a rotary table, whose angles are computed once.
         tables = dict.fromkeys(self.rotaries)
         rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions

@@ -21,12 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.caches.forward_context import ImageFeatures, ImagePlanes, OutputTokens
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution import graph_choice
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.fixed_inputs import fill_rows
 from batchgen.engine.execution.forward import Part
+from batchgen.engine.execution.forward import _images as images_of
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
@@ -43,6 +44,7 @@ MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS = 70, 10, 48, 300
 SHORT_BLOCKS = 3
 SHAPES = GraphShapes(MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS, SHORT_BLOCKS)
 CPU = torch.device("cpu")
+AXES = torch.tensor([0.1, 0.2, 0.4], dtype=torch.float64)
 
 
 def test_sizes_are_ascending_and_end_with_the_largest() -> None:
@@ -86,6 +88,7 @@ class Model(ABC):
     """A forward over parts, and the cache that it writes and reads."""
 
     device: torch.device
+    features: Tensor | None = None  # of one image token; None if it reads no images
 
     @abstractmethod
     def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
@@ -102,6 +105,7 @@ class Toy(Model):
     """
 
     device = CPU
+    features = torch.full((2, 1, 1), float("nan"), dtype=torch.float64)
 
     def __init__(self, tile: int) -> None:
         self._tile = tile
@@ -125,6 +129,8 @@ class Toy(Model):
             self._cache[slots] = values * 1e-3
         self._cache[:BLOCK_SIZE] = float("nan")  # written by anyone, in any order
         hidden = torch.cat([self._attend(part) for part in parts])
+        if (images := images_of(parts)) is not None:
+            hidden = images.add(images.put(hidden), 0)
         if outputs is None:
             return hidden
         (attention,) = outputs.attention
@@ -153,6 +159,7 @@ class Toy(Model):
                 values = self._cache[blocks * BLOCK_SIZE + seen % BLOCK_SIZE]
                 assert torch.isnan(hidden[token]), "two tiles have the token"
                 hidden[token] = (values * (seen + 1.5)).sum() + inputs.input_ids[token]
+                hidden[token] += (inputs.rotary_positions[token] * AXES).sum()
         return hidden
 
 
@@ -251,12 +258,29 @@ class Batches:
         lens = [min(n, MAX_BLOCKS * BLOCK_SIZE) for n in lens]
         return self.make(lens, 20, self.rng.choice([MAX_BLOCKS, MAX_BLOCKS + 5]))
 
+    def images(self, prefill: ModelInputs) -> tuple[ModelInputs, ImageFeatures | None]:
+        """Some of the tokens as those of images, which turn the prefill's tokens by axes; or
+        none."""
+        tokens = len(prefill.input_ids)
+        count = self.rng.choice([0, 0, 1, self.rng.randint(1, tokens), tokens])
+        if not count:
+            return prefill, None
+        index = torch.tensor(sorted(self.rng.sample(range(tokens), count)), device=self.device)
+        values = torch.rand((2, count, 1), dtype=torch.float64, device=self.device)
+        turned = torch.randint(0, 50, (tokens, 3), device=self.device)
+        return replace(prefill, rope_positions=turned), ImageFeatures(index, values)
 
-def parts_of(decode: ModelInputs | None = None, prefill: ModelInputs | None = None) -> list[Part]:
+
+def parts_of(
+    decode: ModelInputs | None = None,
+    prefill: ModelInputs | None = None,
+    images: ImageFeatures | None = None,
+) -> list[Part]:
     parts = [] if decode is None else [Part(decode)]
     if prefill is not None:
         rows = np.repeat(np.arange(prefill.num_rows, dtype=np.int32), prefill.query_lens)
-        parts.append(Part(prefill, torch.as_tensor(rows, device=prefill.positions.device)))
+        row_of = torch.as_tensor(rows, device=prefill.positions.device)
+        parts.append(Part(prefill, row_of, images=images))
     return parts
 
 
@@ -300,8 +324,10 @@ def outputs_of(
 
 def capture(model: Model, tile: int, shapes: GraphShapes = SHAPES) -> ForwardGraphs:
     scratch = ModelInputs.on_scratch(np.ones(1, np.int64), 1, model.device)
+    if model.features is not None:
+        scratch = replace(scratch, rope_positions=scratch.positions.new_zeros((1, 3)))
     with torch.inference_mode():
-        graphs = ForwardGraphs(model.forward, shapes, BLOCK_SIZE, [tile], scratch)
+        graphs = ForwardGraphs(model.forward, shapes, BLOCK_SIZE, [tile], scratch, model.features)
         graphs.capture()
         return graphs
 
@@ -322,23 +348,27 @@ def check_replays(
         kind = rng.choice(["decode", "mixed", "prefill"])
         outputs = None
         if kind == "prefill":
-            prefill = batches.prefill(PREFILL_TOKENS, 12)
+            prefill, images = batches.prefill(PREFILL_TOKENS, 12), None
+            if eager.features is not None:
+                prefill, images = batches.images(prefill)
             assert graphs.takes_prefill(prefill)
-            parts = parts_of(prefill=prefill)
+            parts = parts_of(prefill=prefill, images=images)
             before = captured.cells()
             last, inputs, outputs = outputs_of(prefill, rng)
-            hidden = graphs.prefill(prefill, last, inputs).clone()
+            hidden = graphs.prefill(prefill, last, inputs, images).clone()
         elif kind == "decode":
             decode = batches.decode(rows)
             parts = parts_of(decode)
             before = captured.cells()
             hidden = graphs.decode(decode).clone()
         else:
-            decode, prefill = batches.decode(rows), batches.prefill()
+            decode, prefill, images = batches.decode(rows), batches.prefill(), None
+            if eager.features is not None:
+                prefill, images = batches.images(prefill)
             assert graphs.takes_chunk(prefill)
-            parts = parts_of(decode, prefill)
+            parts = parts_of(decode, prefill, images)
             before = captured.cells()
-            decoded, chunk = graphs.mixed(decode, prefill)
+            decoded, chunk = graphs.mixed(decode, prefill, images)
             assert len(decoded) == rows and len(chunk) == CHUNK_TOKENS
             hidden = torch.cat((decoded, chunk[: len(prefill.input_ids)]))
         expected = eager.forward(parts, outputs)
@@ -455,6 +485,47 @@ def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         ([6] * CHUNK_ROWS, True),
     ]:
         assert graphs.takes_chunk(batches.make(lens, 7, MAX_BLOCKS)) == fits
+
+
+def test_graphs_read_no_images_that_see_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(16)
+    fake_cuda(monkeypatch, toy)
+    graphs, batches = capture(toy, 16), Batches(random.Random(0), CPU)
+    batches.start()
+    prefill = batches.make([24], 7, MAX_BLOCKS)
+    assert graphs.takes_chunk(prefill) and graphs.takes_prefill(prefill)
+    prefill = replace(prefill, last_seen=prefill.positions)
+    assert not graphs.takes_chunk(prefill) and not graphs.takes_prefill(prefill)
+
+
+def test_planes_have_the_bits_of_features() -> None:
+    """Also where a token that is no image token has a zero's sign, and beside what is left of an
+    earlier batch."""
+    draws = torch.Generator().manual_seed(0)
+    index = torch.tensor([0, 3, 4, 8])
+    values = torch.randn((3, 4, 64), generator=draws).bfloat16()
+    features = ImageFeatures(index, values)
+    plane = torch.full((3, 9, 64), float("nan"), dtype=torch.bfloat16)
+    planes = ImagePlanes(torch.ones((9, 1), dtype=torch.bool), plane)
+    stream = torch.randn((14, 64), generator=draws).bfloat16()
+    stream[6, :9] = torch.tensor([-0.0], dtype=torch.bfloat16)
+    ids = torch.arange(14)
+    planes.fill(None)
+    for result in (planes.put(stream.clone()), planes.add(stream.clone(), 0)):
+        assert torch.equal(result.view(torch.int16), stream.view(torch.int16))
+    assert torch.equal(planes.hide(ids, 7), ids)
+    planes.fill(features)
+    for one, other in [(features.behind(5), planes.behind(5)), (features, planes)]:
+        assert one.num_layers == other.num_layers == 2
+        for expected, result in [
+            (one.put(stream.clone()), other.put(stream.clone())),
+            *((one.add(stream.clone(), k), other.add(stream.clone(), k)) for k in range(2)),
+        ]:
+            assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(one.hide(ids, 7), other.hide(ids, 7))
+    part = planes.first(4)
+    expected = ImageFeatures(index[:2], values[:, :2]).add(stream.clone(), 1)
+    assert torch.equal(part.add(stream.clone(), 1), expected)
 
 
 @pytest.mark.gpu

@@ -13,13 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.engine.caches.forward_context import ImagePlanes
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -172,6 +175,22 @@ def test_bits_of_other_models(kind: str) -> None:
     if kind == "gemma3":
         chunks = {"max_batched_tokens": 19}
     check(kind, run(engine_of(kind, block_size=4, **chunks), rows_of(kind)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma4_small"])
+def test_planes_of_captured_graphs_keep_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read features from planes with a place for each token."""
+    features_of = ImageStore.features
+
+    def planes_of(store: ImageStore, batch: PrefillBatch) -> ImagePlanes:
+        tokens, tower = sum(batch.lengths), store._tower
+        values = torch.full((tower.planes, tokens, tower.config.out_size), float("nan"))
+        planes = ImagePlanes(torch.ones((tokens, 1), dtype=torch.bool), values)
+        planes.fill(features_of(store, batch))
+        return planes
+
+    monkeypatch.setattr(ImageStore, "features", planes_of)
+    check(kind, run(engine_of(kind, max_batched_tokens=20), rows_of(kind)))
 
 
 @pytest.mark.quick(1)
