@@ -78,8 +78,8 @@ def _values_of_segment(
     """Load COLUMNS columns, from `first` on, of the values at and after `row`: zeros for rows that
     are not `seen`, and past the head.
 
-    The copy engine cannot do this, because it knows no segments. To replace its values by zeros in
-    registers ends in an illegal memory access (Triton 3.6).
+    The copy engine cannot do this, because it knows no segments. Triton 3.6 compiles a replacement
+    of its values by zeros in registers to an illegal memory access.
     """
     rows = row.to(tl.int64) + tl.arange(0, seen.shape[0])
     columns = first + tl.arange(0, COLUMNS)
@@ -165,7 +165,7 @@ def _segments_kernel(
             acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, v_ptr, row, start, length,
             scale_log2, HEAD_DIM, FIRST, REST, BLOCK_N, MASKED=False, INTERPRETED=INTERPRETED,
         )  # fmt: skip
-    for start in tl.range(full, length, BLOCK_N, num_stages=1):  # at most once
+    for start in tl.range(full, length, BLOCK_N):
         acc, acc_rest, top, total = _attend_tile(
             acc, acc_rest, top, total, q, q_rest, k, k_rest, v, v_rest, v_ptr, row, start, length,
             scale_log2, HEAD_DIM, FIRST, REST, BLOCK_N, MASKED=True, INTERPRETED=INTERPRETED,

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from batchgen.engine.caches.forward_context import ImageFeatures
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_inputs import ModelInputs
@@ -144,10 +145,13 @@ def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> list[MixedStep]:
         return run_mixed(self, decode, prefill)
 
     def record_replay(
-        self: ForwardGraphs, decode: ModelInputs, prefill: ModelInputs
+        self: ForwardGraphs,
+        decode: ModelInputs,
+        prefill: ModelInputs,
+        images: ImageFeatures | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         steps[-1].replayed = True
-        return replay(self, decode, prefill)
+        return replay(self, decode, prefill, images)
 
     monkeypatch.setattr(ModelRunner, "mixed", record)
     monkeypatch.setattr(ForwardGraphs, "mixed", record_replay)

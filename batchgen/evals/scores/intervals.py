@@ -106,7 +106,8 @@ def _wilson(mean: float, se: float, t: float, count: int) -> Interval:
     within = min(max(mean, 0.0), 1.0)
     centre = within + share * (0.5 - within)
     reach = (1 - share) * t * math.sqrt(within * (1 - within) / count + (t / count) ** 2 / 4)
-    return Interval(mean, se, min(within, centre - reach), max(within, centre + reach))
+    low, high = min(within, centre - reach), max(within, centre + reach)
+    return Interval(mean, se, max(low, 0.0), min(high, 1.0))  # sums of floats end just outside
 
 
 def mean_interval(values: Floats, clusters: Ints) -> Interval | None:

@@ -85,6 +85,13 @@ def test_all_right_or_all_wrong_is_not_certain(mean: float, inside: float) -> No
     assert found is not None and found.low <= min(mean, inside) and found.high >= max(mean, inside)
 
 
+def test_the_interval_of_marks_stays_between_0_and_1() -> None:
+    for count in range(2, 200):
+        for mean in (0.0, 1.0):
+            interval = population_interval(np.full(count, mean), np.arange(count))
+            assert interval is not None and 0 <= interval.low <= interval.high <= 1
+
+
 @pytest.mark.parametrize("mean", [0.0, 1 / 3, 0.5, 0.7, 1.0])
 @pytest.mark.parametrize("count", [2, 3, 30])
 def test_equal_questions_are_not_certain(mean: float, count: int) -> None:
