@@ -199,6 +199,8 @@ class Sequence:
     def images_among(self, start: int, end: int) -> bytes:
         """Return bytes that identify the images to which tokens from `start` to `end` belong or
         attend: the images' digests and where they begin."""
+        if not self.spans:
+            return b""
         seen = max(end, self.end_of_run(end - 1))
         return b"".join(
             span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)

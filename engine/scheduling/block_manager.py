@@ -15,7 +15,7 @@ from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.block_owners import BlockOwners
 from batchgen.engine.scheduling.page_pool import PagePool
-from batchgen.engine.scheduling.prefix import Prefix, block_digests
+from batchgen.engine.scheduling.prefix import Prefix, block_digests, has_blocks
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 
 
@@ -106,26 +106,23 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return Prefix([])
-        digests = self._sought_digests(seq)
+        digests = self._digests(seq, self._num_sought(seq))
         matched = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in matched if block is not None]
         return self._cut_back(blocks, digests) if self._needs_ends else Prefix(blocks)
 
-    def _sought_digests(self, seq: Sequence) -> list[bytes]:
-        """Return the digests of the row's first blocks that may come from the prefix cache."""
+    def _num_sought(self, seq: Sequence) -> int:
+        """Return how many of the row's first blocks may come from the prefix cache."""
         tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
         if self._within_prompts:
             tokens = min(tokens, seq.answer_start)
-        return self._digests(seq, tokens // self.block_size)
+        return tokens // self.block_size
 
     def is_mostly_cached(self, seq: Sequence) -> bool:
         """Return whether the prefix cache holds at least half of the row's known tokens."""
-        if not self._published:
-            return False
         half = self.blocks_for(seq.num_tokens) // 2
-        digests = self._sought_digests(seq)
-        # The last blocks of a prefix leave the cache first, so one block stands for all before it.
-        return 0 < half <= len(digests) and digests[half - 1] in self._published
+        sizes = self.block_size, self._ahead
+        return 0 < half <= self._num_sought(seq) and has_blocks(self._published, seq, half, *sizes)
 
     def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
         """Shorten a prefix of published blocks to the longest one that has what recurrent layers
@@ -279,9 +276,13 @@ class BlockManager:
             self.window.trim(seq, self.blocks_for(num_tokens))
 
     def _release(self, block: int) -> None:
-        """Remove one owner of a block. Pages with published blocks are handed out last if window
-        tails need pages, too."""
-        self._owners.remove(block, lambda page: page in self._hashes or self.window is None)
+        """Remove one owner of a block."""
+        self._owners.remove(block, self._is_wanted)
+
+    def _is_wanted(self, page: int) -> bool:
+        """Return whether a free page is handed out last: if it has published blocks, or if no
+        window tails need pages."""
+        return self.window is None or page in self._hashes
 
     def publish_snapshots(self) -> None:
         """Let rows find the snapshots reserved so far: their batch was launched."""

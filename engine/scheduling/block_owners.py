@@ -22,17 +22,18 @@ class BlockOwners:
         self, pool: PagePool, per_page: int, page_of: Callable[[int], tuple[int, int]]
     ) -> None:
         self._pool, self._per_page, self._page_of = pool, per_page, page_of
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}  # of owners, for blocks that have some
 
     def count(self, block: int) -> int:
         """Return how many rows own the block."""
-        return self._counts[block]
+        return self._counts.get(block, 0)
 
     def add(self, block: int) -> None:
         """Add one owner of a block."""
-        if not self._counts[block]:
-            self._pool.hold(self._page_of(block)[0])
-        self._counts[block] += 1
+        owners = self._counts.get(block, 0)
+        if not owners:
+            self._pool.hold(self._page(block))
+        self._counts[block] = owners + 1
 
     def remove(self, block: int, is_wanted: Callable[[int], bool]) -> None:
         """Remove one owner of a block.
@@ -41,11 +42,16 @@ class BlockOwners:
             is_wanted: returns whether a page, of which no block has an owner any more, is handed
                 out last, because rows can still reuse what it holds, and not next.
         """
-        self._counts[block] -= 1
-        if not self._counts[block]:
-            del self._counts[block]
-            page = self._page_of(block)[0]
-            self._pool.release(page, last=is_wanted(page))
+        owners = self._counts.pop(block) - 1
+        if owners:
+            self._counts[block] = owners
+            return
+        page = self._page(block)
+        self._pool.release(page, last=is_wanted(page))
+
+    def _page(self, block: int) -> int:
+        """Return the page of a block. A page of one block has the block's number."""
+        return block if self._per_page == 1 else self._page_of(block)[0]
 
     def left(self, last_block: int, page: int) -> int:
         """Return how many more blocks a row can take from the page that it fills, after the last
@@ -60,5 +66,5 @@ class BlockOwners:
         the number of owned blocks of each page."""
         owned = Counter(block for table in tables for block in table)
         assert 0 not in owned, "a row owns the scratch block"
-        assert +self._counts == owned, "wrong owner counts"
+        assert self._counts == owned, "wrong owner counts"
         return Counter(self._page_of(block)[0] for block in owned)

@@ -46,7 +46,8 @@ class PagePool:
         self._owned[page] -= 1
         if not self._owned[page]:
             self._free[page] = None
-            self._free.move_to_end(page, last=last)
+            if not last:
+                self._free.move_to_end(page, last=False)
 
     def move_first(self, page: int) -> None:
         """Make a page the next to be handed out if it is free."""

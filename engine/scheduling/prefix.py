@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Container
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -49,3 +50,20 @@ def block_digests(
         images = seq.images_among(start, start + block_size)
         digests.append(blake2b(parent + tokens + images, digest_size=16).digest())
     return digests[:num_blocks]
+
+
+def has_blocks(
+    cached: Container[bytes], seq: Sequence, num_blocks: int, block_size: int, tokens_ahead: int
+) -> bool:
+    """Return whether the row's first `num_blocks` > 0 blocks are in the prefix cache, whose digests
+    are `cached`.
+
+    The last blocks of a prefix leave the cache first. So one block stands for all before it, and
+    after a block that is not cached no digest is computed.
+    """
+    known = seq.block_hashes
+    while len(known) < num_blocks:
+        if known and known[-1] not in cached:
+            return False
+        block_digests(seq, len(known) + 1, block_size, tokens_ahead)
+    return known[num_blocks - 1] in cached

@@ -57,7 +57,7 @@ def full_attention_triton(
     _segments_kernel[(tiles * heads * (len(starts) - 1),)](
         q, *operands, v, out, starts, tokens, tiles, scale * math.log2(math.e),
         NUM_HEADS=heads, HEAD_DIM=head_dim, FIRST=first, REST=rest,
-        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, INTERPRETED=not q.is_cuda, num_warps=8, num_stages=3,
+        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, INTERPRETED=not q.is_cuda, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 

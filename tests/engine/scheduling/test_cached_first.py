@@ -110,3 +110,18 @@ def test_a_row_that_is_not_cached_starts_in_the_end(depth: int) -> None:
     check_finished(rows, run_as_a_job(loop, rows, 6))
     order = list(dict.fromkeys(seq for batch in prefills(loop) for seq in batch.seqs))
     assert 5 < order.index(other.seq) <= 5 + _PATIENCE * 2 + 2
+
+
+@both_depths
+def test_waiting_rows_that_share_nothing_cost_one_digest_each(depth: int) -> None:
+    loop = Loop(
+        depth, num_blocks=90, block_size=4, max_num_seqs=2, max_batched_tokens=160,
+        chunk_tokens=0, prefix_caching=True,
+    )  # fmt: skip
+    rows = [Row.make(f"{i}", [i] * 60, 6, 6, seed=i) for i in range(6)]
+    for row in rows:
+        loop.add(row)
+    finished = list[Row]()
+    while len(finished) < 3:  # the first two have left blocks in the cache
+        finished += loop.step()
+    assert [len(row.seq.block_hashes) for row in rows[4:]] == [1, 1]
