@@ -1,8 +1,9 @@
 """Time kernels, and compare each with its floor: the time of its bytes or operations at full rate.
 
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
-    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]  # and ranks
+    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32]     # and nvfp4
+    python scripts/bench/bench_kernels.py attention [--shape hybrid-35b-a3b] [--tokens 1024,8192]
 
 Launches are timed in a CUDA graph. To try the benchmark itself on a CPU, set TRITON_INTERPRET=1 and
 pass `--tiny`.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, four_bits, mxfp4, ranks
+from cases import attention, experts, four_bits, mxfp4
 from measuring import Case, Rates, commas, measure_rates, microseconds, save_results, synchronize
 
 from batchgen.kernels.four_bit.fp4_layout import NVFP4
@@ -37,7 +38,7 @@ _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
 SECTIONS = {
     "experts": Section(experts.expert_cases, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, "gpt-oss-20b", _MXFP4_TOKENS),
-    "ranks": Section(ranks.rank_cases, "30b-a3b", "8,64,256,2048,8192"),
+    "attention": Section(attention.prefill_cases, "qwen3-8b", "1024,2048,4096,8192"),
     "int4": Section(partial(four_bits.linear_cases, four_bits.INT4), "qwen3-8b", _MXFP4_TOKENS),
     "nvfp4": Section(partial(four_bits.linear_cases, NVFP4), "qwen3-8b", _MXFP4_TOKENS),
 }
