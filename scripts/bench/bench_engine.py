@@ -3,6 +3,7 @@
     python scripts/bench/bench_engine.py throughput --model qwen3-8b --workload mixed,decode
     python scripts/bench/bench_engine.py throughput --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
+    python scripts/bench/bench_engine.py table [--models gpt-oss-20b] [--beside OLDER_TREE]
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
     python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
     python scripts/bench/bench_engine.py price --models qwen3-8b,qwen3-8b \\
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from measuring import Mode, Rates, commas, measure_rates, run_mode
-from modes import adapters, determinism, price, tensor_parallel, unmasking
+from modes import adapters, determinism, price, table, tensor_parallel, unmasking
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -177,6 +178,7 @@ def run_workloads(
 MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "determinism": Mode(determinism.add_arguments, determinism.run),
+    "table": Mode(table.add_arguments, table.run),
     "price": Mode(price.add_arguments, price.run),
     "adapters": Mode(adapters.add_arguments, adapters.run),
     "unmasking": Mode(unmasking.add_arguments, unmasking.run),

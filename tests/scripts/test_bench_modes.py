@@ -7,7 +7,7 @@ import bench_job_layer
 import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
-from modes import price
+from modes import turns
 
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
 SMALL = ["--kv-cache-gib", "0.02"]
@@ -50,6 +50,27 @@ def test_the_price_of_equal_bits() -> None:
 
 
 @ON_CPU
+@pytest.mark.slow
+def test_the_price_with_pictures_and_of_scores() -> None:
+    arguments = ["--models", "tiny-vl", "--layers", "0", "--requests", "2", "--rounds", "1"]
+    arguments += ["--workloads", "smoke", "--cache-gib", "0.05"]
+    for option in ("--pictures", "--scored"):
+        (found,) = run_mode("", bench_engine.MODES, ["price", *arguments, option])
+        assert found["A"][0] > 0 and found["B"][0] > 0
+
+
+@ON_CPU
+@pytest.mark.slow
+def test_the_table_beside_another_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", "tiny,tiny-moe", "--layers", "1", "--requests", "2"]
+    arguments += ["--cache-gib", "0.02", "--rounds", "2", "--beside", str(turns.HERE)]
+    found = run_mode("", bench_engine.MODES, ["table", *arguments])
+    assert [each["line"] for each in found] == ["tiny", "tiny-moe"]
+    assert all(len(runs) == 2 for each in found for runs in each["turns"])
+    assert "| tiny-moe, smoke |" in capsys.readouterr().out
+
+
+@ON_CPU
 @pytest.mark.thorough
 def test_the_cost_of_unmasking_rules() -> None:
     """Rules with a number of steps unmask as many tokens as they say, but for the last block that
@@ -66,7 +87,7 @@ def test_the_cost_of_unmasking_rules() -> None:
 
 @pytest.mark.quick(1)
 def test_prices_are_of_medians() -> None:
-    found = price.compared([2.0, 1.0, 4.0], [3.0, 2.2, 1.0])
+    found = turns.compared([2.0, 1.0, 4.0], [3.0, 2.2, 1.0])
     assert found["difference"] == pytest.approx(0.1) and found["spread"] == pytest.approx(1.5)
 
 

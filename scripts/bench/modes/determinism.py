@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from measuring import DEVICE, commas
 from modes.row_probe import Probe, Result, Schedule, Sizes
+from modes.served import first_layers
 from shapes import MODELS
 from workloads import dummy_model, model_config
 
@@ -60,16 +61,6 @@ def first_difference(tape: Tape, reference: Result, found: Result, prompt: int) 
     if not differing:
         return None
     return f"last layer, head or sampler, {'later' if differing[0] else 'first'} token"
-
-
-def fewer_layers(name: str, layers: int) -> dict[str, Any]:
-    """Return the changes of config.json that leave the first layers of a model."""
-    whole = MODELS[name]
-    inner = whole.get("text_config", whole)
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if (kinds := inner.get("layer_types")) is not None:
-        changes["layer_types"] = kinds[:layers]
-    return changes if inner is whole else {"text_config": inner | changes}
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ class Schedules:
             DEVICE,
             parallel=parallel,
             vision=config.vision is not None,
-            **fewer_layers(self.name, self.layers or config.num_layers),
+            **first_layers(MODELS[self.name], self.layers or config.num_layers),
         )
         tape, reference = Tape(self.sizes.tokens + 1024, DEVICE), None
         diffuses = model.config.diffusion is not None

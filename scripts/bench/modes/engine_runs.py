@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from floors import Floor, floor_seconds
 from measuring import DEVICE, H100, Rates, synchronize
 from modes.routing import Routing, run_rows, set_routing
+from modes.row_probe import Pictures
 from workloads import (
     WORKLOADS,
     BenchRequest,
@@ -35,11 +37,15 @@ from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.model_config import KVCacheDtype
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
 from batchgen.kernels.four_bit.layouts import layout_of
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 FULL_BATCH = 256
 """Rows of the decode steps that are reported on their own, if there were any."""
+PICTURE_SIDE = 24
+"""The most tokens of a picture's side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,9 @@ class Run:
 class Bench:
     """A model of random weights and its engine, with a timer of its steps.
 
-    Every request asks for `columns`, and at most `most_requests` of a workload run.
+    Every request asks for `columns`, and at most `most_requests` of a workload run. `scored`: rows
+    score a given answer, as long as their output would be, and generate nothing. `pictures`: a
+    picture stands before each prompt.
     """
 
     def __init__(
@@ -87,11 +95,16 @@ class Bench:
         quantization: Quantization | None = None,
         kv_cache_dtype: KVCacheDtype = "auto",
         most_requests: int | None = None,
+        scored: bool = False,
+        pictures: bool = False,
     ) -> None:
         self._columns, self._most_requests, self._runs = columns, most_requests, 0
+        self._scored, self._draws = scored, random.Random(0)
         start = time.perf_counter()
-        strategy = ARStrategy()
+        strategy: Strategy = ARStrategy()
         self.model_config = replace(model_config(model), kv_cache_dtype=kv_cache_dtype)
+        if self.model_config.diffusion is not None:
+            strategy = DLLMStrategy(4, unmasking="low_confidence_static", denoising_steps=2)
         model_type = model_class(self.model_config.architecture, Path())
         declared = {column.name for column in model_type.declared_columns(self.model_config)}
         context_columns = [name for name in columns if name in declared]
@@ -103,9 +116,17 @@ class Bench:
 
         with compiling_kernels(DEVICE, plan):
             self.weights = weights = dummy_model(
-                model, DEVICE, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+                model,
+                DEVICE,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                vision=pictures,
             )
-        set_routing(weights, routing)
+        self._vocab, self._pictures = prompt_vocab(self.model_config.vocab_size), None
+        if pictures:
+            assert weights.visual is not None
+            self._pictures = Pictures(weights.visual.config.rules, PICTURE_SIDE)
+            self._vocab = self._pictures.vocab(self._vocab)
         synchronize()
         self.load_seconds = time.perf_counter() - start
 
@@ -114,6 +135,7 @@ class Bench:
         self.engine = LLMEngine(
             weights, None, (), strategy, config, timer=self.timer, context_columns=context_columns
         )
+        set_routing(weights, routing)  # after the engine has checked the routers' products
         synchronize()
         self.engine_seconds = time.perf_counter() - start
 
@@ -123,23 +145,25 @@ class Bench:
         One seed draws all workloads, so their prompts begin alike. Therefore all ids are shifted,
         by one more in every run.
         """
-        vocab = prompt_vocab(self.model_config.vocab_size)
         shift, self._runs = self._runs, self._runs + 1
         return [
-            replace(r, prompt=[(i + shift) % vocab for i in r.prompt])
-            for r in requests(name, vocab)[: self._most_requests]
+            replace(r, prompt=[(i + shift) % self._vocab for i in r.prompt])
+            for r in requests(name, self._vocab)[: self._most_requests]
         ]
 
-    def rows(
-        self, load: Iterable[BenchRequest], temperature: float
-    ) -> list[tuple[list[int], RequestParams]]:
-        params = RequestParams(
-            temperature=temperature, ignore_eos=True, columns=self._columns, max_new_tokens=1
-        )
-        return [
-            (request.prompt, replace(params, max_new_tokens=request.output_len, seed=index))
-            for index, request in enumerate(load)
-        ]
+    def rows(self, load: Iterable[BenchRequest], temperature: float) -> list[tuple[Any, ...]]:
+        """Make the arguments of `LLMEngine.add_request` after the id."""
+        params = RequestParams(temperature=temperature, ignore_eos=True, columns=self._columns)
+        rows = list[tuple[Any, ...]]()
+        for index, request in enumerate(load):
+            prompt, images, answer, new = request.prompt, [], None, request.output_len
+            if self._pictures is not None:
+                tokens, image = self._pictures.draw(self._draws)
+                prompt, images = [*tokens, *prompt], [image]
+            if self._scored:
+                answer, new = [(7 * i + self._runs) % self._vocab for i in range(new)], 0
+            rows.append((prompt, replace(params, max_new_tokens=new, seed=index), answer, images))
+        return rows
 
     def warm_up(self, names: list[str], temperature: float) -> float:
         """Capture all graphs, and run rows that make the engine compile all that the workloads will
@@ -159,7 +183,7 @@ class Bench:
         load = []
         for row in range(rows):
             length = draws.randint(16, 64) if row % 8 else draws.randint(longest // 2, longest)
-            prompt = [draws.randrange(self.model_config.vocab_size) for _ in range(length)]
+            prompt = [draws.randrange(self._vocab) for _ in range(length)]
             load.append(BenchRequest(prompt, 1 + sum(size > row for size in sizes)))
         run_rows(self.engine, self.rows(load, temperature))
         return time.perf_counter() - start
@@ -171,7 +195,8 @@ class Bench:
         self.timer.reset()
         seconds, outputs = run_rows(self.engine, self.rows(load, temperature))
         for output, request in zip(outputs, load, strict=True):
-            if output.finish_reason != "length" or len(output.token_ids) != request.output_len:
+            ended = output.finish_reason == "length" and len(output.token_ids) == request.output_len
+            if not (ended or self._scored):
                 raise RuntimeError(
                     f"request {output.request_id} ended with {output.finish_reason} "
                     f"({output.error}) after {len(output.token_ids)} of {request.output_len} tokens"

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from measuring import synchronize
+from shapes import MODELS
 from torch import Tensor, nn
 
 from batchgen.engine.interface.outputs import RequestOutput
@@ -84,6 +85,11 @@ class Chance:
 def expert_layers(model: nn.Module) -> list[SparseMoE]:
     """Return the parts of a model that have experts, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, SparseMoE)]
+
+
+def has_experts(name: str) -> bool:
+    """Return whether a model of `MODELS` has experts."""
+    return any("experts" in key for key in MODELS[name].get("text_config", MODELS[name]))
 
 
 def set_routing(model: CausalLM, routing: Routing) -> None:
