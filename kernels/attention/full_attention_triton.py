@@ -23,6 +23,8 @@ from batchgen.kernels.attention.split_combine import accumulate_dot
 
 _BLOCK_M, _BLOCK_N = 128, 64
 """The queries and the keys of a tile."""
+_FEW_COLUMNS = 80
+"""Up to so many columns four warps have enough registers, and are faster than eight."""
 _LEAST_COLUMNS = 16
 """The fewest columns of a matrix product."""
 MOST_COLUMNS = 128
@@ -57,7 +59,8 @@ def full_attention_triton(
     _segments_kernel[(tiles * heads * (len(starts) - 1),)](
         q, *operands, v, out, starts, tokens, tiles, scale * math.log2(math.e),
         NUM_HEADS=heads, HEAD_DIM=head_dim, FIRST=first, REST=rest,
-        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, INTERPRETED=not q.is_cuda, num_warps=4, num_stages=3,
+        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, INTERPRETED=not q.is_cuda,
+        num_warps=4 if first + rest <= _FEW_COLUMNS else 8, num_stages=3,
     )  # fmt: skip
     return out
 
