@@ -24,7 +24,7 @@ from batchgen.kernels.attention.split_combine import accumulate_dot
 _BLOCK_M, _BLOCK_N = 128, 64
 """The queries and the keys of a tile."""
 _FEW_COLUMNS = 80
-"""Up to so many columns four warps have enough registers, and are faster than eight."""
+"""The most columns for which four warps have enough registers. They are faster than eight."""
 _LEAST_COLUMNS = 16
 """The fewest columns of a matrix product."""
 MOST_COLUMNS = 128
