@@ -38,10 +38,13 @@ def serve(spec: dict[str, Any]) -> None:
         MODELS[name] = MODELS[name] | first_layers(MODELS[name], spec["layers"])
     config: Any = vars(engine_runs)["EngineConfig"]  # the older tree has it in another module
     bench = engine_runs.Bench(name, config(**spec["config"]), **spec["bench"])
-    bench.warm_up(workloads, spec["temperature"])
     here = Rates(*spec["rates"]) if spec["rates"] else None
-    for line in workloads if spec["rehearse"] else ():
-        bench.run(line, spec["temperature"], here)
+    if spec["rehearse"]:
+        bench.engine.capture_graphs()
+        for workload in workloads:
+            bench.run(workload, spec["temperature"], here)
+    else:
+        bench.warm_up(workloads, spec["temperature"])
     print(json.dumps({"memory": str(bench.engine.memory)}), file=lines, flush=True)
     for line in sys.stdin:
         run = bench.run(line.strip(), spec["temperature"], here)

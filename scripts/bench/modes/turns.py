@@ -24,7 +24,7 @@ class Spec:
         layers: how many of the model's layers; 0 is all.
         config: settings of `EngineConfig`.
         bench: options of `Bench`.
-        rehearse: whether each workload runs once before it is timed.
+        rehearse: whether each workload runs once before any is timed, in place of `Bench.warm_up`.
         rates: those of this GPU, for floors; None on a CPU.
     """
 
