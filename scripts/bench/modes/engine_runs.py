@@ -122,6 +122,7 @@ class Bench:
                 kv_cache_dtype=kv_cache_dtype,
                 vision=pictures,
             )
+        set_routing(weights, routing)
         self._vocab, self._pictures = prompt_vocab(self.model_config.vocab_size), None
         if pictures:
             assert weights.visual is not None
@@ -135,7 +136,6 @@ class Bench:
         self.engine = LLMEngine(
             weights, None, (), strategy, config, timer=self.timer, context_columns=context_columns
         )
-        set_routing(weights, routing)  # after the engine has checked the routers' products
         synchronize()
         self.engine_seconds = time.perf_counter() - start
 

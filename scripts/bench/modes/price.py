@@ -8,7 +8,6 @@ from typing import Any
 
 from measuring import commas
 from modes.engine_runs import PICTURE_SIDE
-from modes.routing import has_experts
 from modes.turns import Process, Spec, compared, in_turn
 from shapes import MODELS
 from workloads import WORKLOADS
@@ -63,7 +62,6 @@ def _spec(options: argparse.Namespace, model: str, *, deterministic: bool = Fals
         "deterministic": deterministic,
     }
     bench = {
-        "routing": "uniform" if has_experts(model) else "model",
         "most_requests": options.requests,
         "scored": options.scored,
         "pictures": options.pictures,

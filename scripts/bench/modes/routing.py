@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from measuring import synchronize
-from shapes import MODELS
 from torch import Tensor, nn
 
 from batchgen.engine.interface.outputs import RequestOutput
@@ -85,11 +84,6 @@ class Chance:
 def expert_layers(model: nn.Module) -> list[SparseMoE]:
     """Return the parts of a model that have experts, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, SparseMoE)]
-
-
-def has_experts(name: str) -> bool:
-    """Return whether a model of `MODELS` has experts."""
-    return any("experts" in key for key in MODELS[name].get("text_config", MODELS[name]))
 
 
 def set_routing(model: CausalLM, routing: Routing) -> None:

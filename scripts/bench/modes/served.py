@@ -23,10 +23,12 @@ def first_layers(shape: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def serve(spec: dict[str, Any]) -> None:
-    """Make the engine of `turns.Spec` and run the workloads that standard input names."""
+    """Make the engine of `turns.Spec` and run the workloads that standard input names. Tokens go to
+    random experts."""
     lines, sys.stdout = sys.stdout, sys.stderr
     from measuring import DEVICE, Rates
     from modes import engine_runs
+    from modes.routing import expert_layers, set_routing
     from shapes import MODELS
 
     if spec["config"].get("deterministic") and DEVICE.type == "cuda":
@@ -38,6 +40,8 @@ def serve(spec: dict[str, Any]) -> None:
         MODELS[name] = MODELS[name] | first_layers(MODELS[name], spec["layers"])
     config: Any = vars(engine_runs)["EngineConfig"]  # the older tree has it in another module
     bench = engine_runs.Bench(name, config(**spec["config"]), **spec["bench"])
+    if expert_layers(bench.weights):  # now that the engine has checked the routers' products
+        set_routing(bench.weights, "uniform")
     here = Rates(*spec["rates"]) if spec["rates"] else None
     if spec["rehearse"]:
         bench.engine.capture_graphs()

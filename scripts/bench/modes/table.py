@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from measuring import commas, measure_rates
-from modes.routing import has_experts
 from modes.turns import HERE, Process, Spec, compared, in_turn
 
 _ALL = ("mixed", "decode", "prefill")
@@ -103,7 +102,6 @@ def _spec(options: argparse.Namespace, line: Line, rates: Any) -> Spec:
     config = {"max_model_len": 2304, "kv_cache_gib": options.cache_gib}
     requests = min(filter(None, (line.requests, options.requests)), default=None)
     bench = {
-        "routing": "uniform" if has_experts(line.model) else None,
         "quantization": line.weights,
         "kv_cache_dtype": line.cache,
         "most_requests": requests,
