@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.four_bit.panels import PANEL_WORDS, FourBitPanels
-from batchgen.kernels.four_bit.steps_triton import add_steps
+from batchgen.kernels.four_bit.steps_triton import load_tokens, weights_of_panel
 from batchgen.kernels.four_bit.tiles import FourBitLinearTiles, four_bit_linear_tiles
-from batchgen.kernels.four_bit.unpack_triton import times_factors
+from batchgen.kernels.four_bit.unpack_triton import load_scales, times_factors
 from batchgen.kernels.layers.add_splits_triton import add_splits
 from batchgen.kernels.moe.tiled_layout import PANEL
 from batchgen.kernels.rules import BY_BATCH, BitRules
@@ -107,10 +107,20 @@ def _linear(
     end = (split + 1) * steps // tl.num_programs(1)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc = add_steps(
-        acc, x_source, is_token, words, scales_ptr + weight_row, begin, end, panels, width, CODE,
-        GROUP, x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
-    )  # fmt: skip
+    if BLOCK_M < 128:
+        # Unless the compiler knows that the loop runs, it makes each matrix instruction wait for
+        # the one before it. Large tiles are faster that way.
+        tl.assume(begin < end)
+    for step in tl.range(begin, end):
+        scales = load_scales(scales_ptr + weight_row, 0, step, panels - 1, width, CODE, GROUP)
+        for half in tl.static_range(2):
+            panel = step * 2 + half
+            x = load_tokens(x_source, is_token, panel, panels, half, EVEN, INTERPRETED)
+            weights = weights_of_panel(
+                words, scales, panel, panels, width * _WORDS, half, CODE, x_ptr.dtype.element_ty,
+                EVEN, BLOCK_N, INTERPRETED,
+            )  # fmt: skip
+            acc = tl.dot(weights, x, acc, input_precision="ieee")
 
     acc = tl.trans(times_factors(acc, scales_ptr + weight_row, panels, width, CODE))
     mask = is_token[:, None] & (column < width)[None, :]

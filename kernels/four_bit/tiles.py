@@ -17,7 +17,9 @@ class FourBitProductTiles(NamedTuple):
     block_n: int  # rows of weights of a tile; in the first product of gate and of up each
     num_warps: int
     num_stages: int
-    halve: bool = False  # compute tiles that are at most half full as half ones
+    # The last slots of a tile, which are only computed where it has that many. Both they and the
+    # slots before them are 0 or a power of two of at least 16.
+    tail: int = 0
 
 
 class FourBitTiles(NamedTuple):
@@ -32,49 +34,52 @@ MOST_SLOTS = 512
 """The most slots per expert, on average, for which weights are multiplied in 4 bits. Above it a
 layer is dequantised in each forward and multiplied in 16 bits."""
 
+# The number of `FourBitTiles` is block_m; those of `FourBitProductTiles` are block_n, num_warps and
+# num_stages.
 TABLE = (
+    (2.0, FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4))),
+    (11.3, FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(128, 4, 3))),
+    (26.0, FourBitTiles(32, FourBitProductTiles(64, 4, 4), FourBitProductTiles(128, 4, 3))),
     (
-        2.0,
+        38.0,
         FourBitTiles(
-            block_m=16,
-            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
-            down=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
+            48, FourBitProductTiles(64, 4, 3, tail=16), FourBitProductTiles(128, 4, 3, tail=16)
+        ),
+    ),
+    (52.0, FourBitTiles(64, FourBitProductTiles(64, 4, 3), FourBitProductTiles(128, 8, 3))),
+    (
+        70.0,
+        FourBitTiles(
+            80, FourBitProductTiles(64, 4, 3, tail=16), FourBitProductTiles(128, 4, 3, tail=16)
         ),
     ),
     (
-        11.3,
+        86.0,
         FourBitTiles(
-            block_m=16,
-            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=4),
-            down=FourBitProductTiles(block_n=128, num_warps=4, num_stages=4),
+            96, FourBitProductTiles(64, 4, 3, tail=32), FourBitProductTiles(128, 4, 3, tail=32)
         ),
     ),
     (
-        26.0,
+        112.0,
         FourBitTiles(
-            block_m=32,
-            gate_up=FourBitProductTiles(block_n=128, num_warps=4, num_stages=3, halve=True),
-            down=FourBitProductTiles(block_n=64, num_warps=4, num_stages=3, halve=True),
+            128, FourBitProductTiles(128, 8, 3, tail=64), FourBitProductTiles(128, 4, 3, tail=64)
         ),
     ),
     (
-        56.0,
+        144.0,
         FourBitTiles(
-            block_m=64,
-            gate_up=FourBitProductTiles(block_n=64, num_warps=4, num_stages=3, halve=True),
-            down=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
+            160, FourBitProductTiles(128, 8, 3, tail=32), FourBitProductTiles(128, 8, 4, tail=32)
         ),
     ),
     (
         math.inf,
         FourBitTiles(
-            block_m=128,
-            gate_up=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
-            down=FourBitProductTiles(block_n=128, num_warps=8, num_stages=3, halve=True),
+            128, FourBitProductTiles(128, 8, 3, tail=64), FourBitProductTiles(128, 4, 3, tail=64)
         ),
     ),
 )
-"""(The most slots of an expert, on average, tiles), tuned with MXFP4."""
+"""(The most slots of an expert, on average, tiles), tuned with MXFP4 on an H200: 32 experts of
+2880 × 2880 with as many slots as random routing gives them."""
 
 
 def four_bit_tiles(num_slots: int, num_experts: int, layout: Layout) -> FourBitTiles | None:

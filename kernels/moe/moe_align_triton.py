@@ -90,7 +90,9 @@ def moe_align(
         block = max(128, triton.next_power_of_2(num_slots))
         _align_expert[(num_experts,)](
             ids, *alignment.tensors, num_slots,
-            BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+            BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block,
+            MOST_TILES=triton.next_power_of_2(triton.cdiv(block, block_m)),
+            num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
         return alignment
     chunks = triton.cdiv(num_slots, _CHUNK)
@@ -110,15 +112,15 @@ def moe_align(
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _align_expert(
     ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, MOST_TILES: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the slots and the tiles of one expert. BLOCK is at least `num_slots`, and
-    lanes past `num_slots` are masked.
+    lanes past `num_slots` are masked. MOST_TILES, a power of two, is at least the tiles of one
+    expert that has all slots.
 
     It counts the slots of all experts. Those of lower experts come before its own, and so do their
     tiles.
     """
-    MOST_TILES: tl.constexpr = (BLOCK + BLOCK_M - 1) // BLOCK_M
     own_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     slot = tl.arange(0, BLOCK)

@@ -189,7 +189,7 @@ def test_no_rule_of_rows_reads_the_batch() -> None:
     "tiles",
     [
         FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4)),
-        FourBitTiles(32, FourBitProductTiles(64, 4, 3, True), FourBitProductTiles(64, 4, 3, True)),
+        FourBitTiles(48, FourBitProductTiles(64, 4, 3, 16), FourBitProductTiles(64, 4, 3, 32)),
         MoETiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES: list[FourBitTiles | MoETiles] = [
     FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4)),
     FourBitTiles(
-        32, FourBitProductTiles(64, 4, 3, halve=True), FourBitProductTiles(128, 4, 3, halve=True)
+        48, FourBitProductTiles(64, 4, 3, tail=16), FourBitProductTiles(128, 4, 3, tail=32)
     ),
     MoETiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
 ]
@@ -137,6 +137,20 @@ def test_experts_equal_the_reference(
 ) -> None:  # fmt: skip
     case = Case.make(tokens, k, 3, *sizes, used=used, gap=gap, biased=biased, limit=limit)
     assert_near(case.run(tiles), case)
+
+
+@pytest.mark.quick(1, thorough=8)
+@pytest.mark.parametrize("tiles", [tiles for _, tiles in TABLE])
+def test_tiles_of_the_table_with_and_without_slots_in_their_tail(tiles: FourBitTiles) -> None:
+    # The first expert has a full tile and one of three slots, and the last one has no slots.
+    counts = tiles.block_m + 3, tiles.block_m - 1, tiles.block_m // 2, 0
+    case = Case.make(sum(counts), 1, 4, 64, 64)
+    ids = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    case = replace(case, ids=ids[torch.randperm(len(ids))][:, None].contiguous().to(DEVICE))
+    found = case.run(tiles)
+    assert_near(found, case)
+    if DEVICE == "cuda":  # the order of sums does not depend on how slots are cut
+        assert torch.equal(found, case.run(TILES[0]))
 
 
 def test_a_residual_a_shared_part_and_experts_elsewhere() -> None:

@@ -164,7 +164,7 @@ def test_cut_sums_are_added_up() -> None:
     "tiles",
     [
         FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4)),
-        FourBitTiles(32, FourBitProductTiles(64, 4, 3, True), FourBitProductTiles(64, 4, 3, True)),
+        FourBitTiles(48, FourBitProductTiles(64, 4, 3, 16), FourBitProductTiles(64, 4, 3, 32)),
         MoETiles(16, PanelTiles(32, 64, 4, 2), PanelTiles(64, 64, 4, 2)),
     ],
 )

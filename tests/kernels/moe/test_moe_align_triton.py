@@ -45,7 +45,7 @@ def _check(found: Alignment, ids: Tensor, experts: int) -> None:
     k=st.integers(1, 8),
     experts=st.sampled_from([1, 2, 5, 60, 64, 300]),
     used=st.sampled_from([1, 2, 1000]),
-    block_m=st.sampled_from([16, 64]),
+    block_m=st.sampled_from([16, 48, 64, 80]),
     few=st.booleans(),
 )
 def test_alignment_equals_a_stable_sort(
@@ -66,14 +66,14 @@ def test_alignment_equals_a_stable_sort(
 @pytest.mark.parametrize("used", [1, 10_000])
 def test_alignment_of_real_sizes(tokens: int, experts: int, k: int, used: int) -> None:
     ids = _ids(tokens, k, experts, used)
-    for block_m in (16, 128):
+    for block_m in (16, 80, 128):
         _check(moe_align(ids, experts, block_m), ids, experts)
 
 
 @settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 100), min_size=1, max_size=40),
-    block_m=st.sampled_from([16, 128]),
+    block_m=st.sampled_from([16, 80, 128]),
 )
 def test_no_routing_needs_more_tiles_than_the_bound(counts: list[int], block_m: int) -> None:
     tiles = sum(-(-count // block_m) for count in counts)
