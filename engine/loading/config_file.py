@@ -154,8 +154,8 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
-    """Return the class of the model that a config.json describes. Raises ValueError for an
-    unsupported one."""
+    """Return the class of the model that a config.json describes. Raises ValueError for one that
+    the engine, or this transformers, does not support."""
     architectures = values.get("architectures")
     if not architectures and "swiglu_limit" in values:
         raise ValueError(
@@ -169,7 +169,14 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
         raise ValueError(
             f"{file}: architectures is {_shown(architectures)}, and must be a list of names"
         )
+    import transformers
+
     model = model_class(architectures[0], file)
+    if not hasattr(transformers, model.hf_class):
+        raise ValueError(
+            f"{file}: {architectures[0]} needs {model.hf_class}, which transformers "
+            f"{transformers.__version__} does not have: install a newer transformers"
+        )
     expected = model.hf_config().model_type
     if values.get("model_type") != expected:
         raise ValueError(

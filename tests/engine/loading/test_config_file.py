@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids
+from batchgen.engine.models.llama import LlamaForCausalLM
 from tests.support.engine.edited_models import edit_config
 from tests.support.engine.families import ARCHITECTURES, VISION
 
@@ -155,6 +156,17 @@ def test_null_says_as_little_as_nothing(key: str, tiny_model: TinyModel, tmp_pat
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: None}))
     assert load_model_config(tmp_path) == load_model_config(source)
+
+
+def test_a_class_that_an_older_transformers_lacks_is_named(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "hf_class", "FutureConfig")
+    folder = tiny_model("llama")
+    message = "LlamaForCausalLM needs FutureConfig, .* install a newer transformers"
+    with pytest.raises(ValueError, match=message) as error:
+        load_model_config(folder)
+    assert str(error.value).startswith(f"{folder}/config.json: ")
 
 
 def test_long_values_are_cut(tiny_model: TinyModel, tmp_path: Path) -> None:
