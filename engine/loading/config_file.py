@@ -172,9 +172,11 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
     import transformers
 
     model = model_class(architectures[0], file)
-    if not hasattr(transformers, model.hf_class):
+    # Families whose configuration is a class of batchgen's own name none of transformers.
+    hf_class = getattr(model, "hf_class", None)
+    if hf_class is not None and not hasattr(transformers, hf_class):
         raise ValueError(
-            f"{file}: {architectures[0]} needs {model.hf_class}, which transformers "
+            f"{file}: {architectures[0]} needs {hf_class}, which transformers "
             f"{transformers.__version__} does not have: install a newer transformers"
         )
     expected = model.hf_config().model_type
