@@ -31,6 +31,7 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
+from tests.support.engine.routers import ids_of
 from tests.support.engine.tiny_models import CLASSES, CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
@@ -213,7 +214,7 @@ def test_greedy_tokens_log_probabilities_and_experts(
     chosen: list[list[set[int]]] = []
 
     def note(_router: nn.Module, _args: object, result: tuple[torch.Tensor, ...]) -> None:
-        chosen.append([set(ids) for ids in result[2].tolist()])
+        chosen.append([set(ids) for ids in ids_of(result).tolist()])
 
     for router in routers:
         router.register_forward_hook(note)

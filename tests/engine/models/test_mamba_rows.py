@@ -23,6 +23,7 @@ from tests.engine.models.test_family_rows import check_greedy, load, make_engine
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
+from tests.support.engine.routers import ids_of
 from tests.support.engine.tiny_models import CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
@@ -136,7 +137,9 @@ def test_greedy_tokens_log_probabilities_and_experts(
     chosen: list[torch.Tensor] = []
     for name, module in theirs.named_modules():
         if columns and name.endswith(_ROUTERS):
-            module.register_forward_hook(lambda _module, _args, result: chosen.append(result[2]))
+            module.register_forward_hook(
+                lambda _module, _args, result: chosen.append(ids_of(result))
+            )
     rows = requests(seed=7, count=3, temperatures=(0,), columns=columns)
     engine = make_engine(load(folder), max_batched_tokens=64, block_size=4)
     for (prompt, _), output in zip(rows, run(engine, rows), strict=True):

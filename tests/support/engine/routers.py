@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 from tests.support.engine.dllm_reference import block_causal
 
 
+def ids_of(result: tuple[Tensor, ...]) -> Tensor:
+    """The experts in what a router of transformers returns, in whatever order its version has."""
+    (ids,) = (part for part in result if not part.is_floating_point())
+    return ids
+
+
 def router_ids(model: PreTrainedModel, ids: Sequence[int], block_length: int = 1) -> Tensor:
     """[T, layers with experts, k], the experts of each token, those with the largest weight first.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 MASK_ID = 127
 VARIANTS = (
@@ -110,6 +112,8 @@ _EXAONE_MOE: dict[str, Any] = {
     "sliding_window": 24, "sliding_window_pattern": 2, "num_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+# transformers before 5.23 normalises the groups of Bamba's and Granite's heads as one.
+_GROUPS = {"mamba_n_groups": 2 if "group_size" in signature(BambaRMSNormGated).parameters else 1}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
 }  # fmt: skip
@@ -140,7 +144,7 @@ _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor"
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
-    "bamba": ("Bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "bamba": ("Bamba", _MAMBA | _GROUPS | {"attn_layer_indices": [1]}),
     "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": (
         "Cohere2",
@@ -171,6 +175,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         _GRANITE
         | _LOCAL
         | _MAMBA
+        | _GROUPS
         | {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "shared_intermediate_size": 48,
