@@ -71,9 +71,14 @@ def theirs(inputs: DeltaInputs, shape: Shape, chunked: bool) -> tuple[Tensor, Te
     assert inputs.b is not None
     step = F.softplus(inputs.a + inputs.dt_bias)
     rule = torch_chunk_gated_delta_rule if chunked else torch_recurrent_gated_delta_rule
+    values = value.unflatten(1, (-1, shape.value_dim))
+    group = values.shape[1] // shape.key_heads
+    # transformers before 5.23 takes a query and a key for each head of values.
+    query, key = (
+        x.unflatten(1, (-1, shape.key_dim)).repeat_interleave(group, 1) for x in (query, key)
+    )
     out, state = rule(
-        query.unflatten(1, (-1, shape.key_dim))[None], key.unflatten(1, (-1, shape.key_dim))[None],
-        value.unflatten(1, (-1, shape.value_dim))[None], g=(-inputs.a_log.exp() * step)[None],
+        query[None], key[None], values[None], g=(-inputs.a_log.exp() * step)[None],
         beta=inputs.b.sigmoid()[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     assert state is not None

@@ -14,6 +14,8 @@ from triton.runtime import interpreter
 
 def hasten_interpreter() -> None:
     """Keep what depends on a type alone, and compute nothing that is not looked at."""
+    if not hasattr(interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
+        interpreter.InterpreterBuilder.get_bf16 = _bfloat16
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # a version of Triton that does otherwise
     _patch_once()
@@ -25,6 +27,10 @@ def hasten_interpreter() -> None:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     # Python asks every kind of number that anyone has registered.
     semantic.numbers = SimpleNamespace(Number=(int, float, complex, np.number))
+
+
+def _bfloat16(builder: Any, value: float) -> Any:
+    return builder.create_fp_trunc(builder.get_fp32(value), language.bfloat16)
 
 
 def _patch_once() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import quantise_vectors
 from batchgen.kernels.attention.metadata import AttentionMetadata
-from batchgen.kernels.fp8.fp8_weight import FP8
+from batchgen.kernels.fp8.fp8_weight import FP8, LARGEST
 from batchgen.kernels.mla.mla_attention import latent_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +66,8 @@ class Case(NamedTuple):
         """Round the plane to FP8."""
         finite = self.plane.isfinite().all(-1, keepdim=True)
         _, scales = quantise_vectors(self.plane.where(finite, 0.0))
-        plane = (self.plane.float() / scales).to(FP8)
+        # torch before 2.13 makes NaN of what is too large for FP8.
+        plane = (self.plane.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
         return self._replace(plane=plane, scales=scales.squeeze(-1))
 
     @property

@@ -107,7 +107,12 @@ def test_pictures_of_cameras_are_upright() -> None:
 def test_colours_of_other_kinds(
     name: str, image: Pillow.Image, kind: str, expected: tuple[int, int, int]
 ) -> None:
-    found = pixels(encoded(image, kind))
+    data = encoded(image, kind)
+    try:
+        Pillow.open(io.BytesIO(data)).load()
+    except OSError:
+        pytest.skip(f"Pillow {Pillow.__version__} cannot read what it wrote")
+    found = pixels(data)
     assert found.shape == (4, 4, 3) and found.dtype == np.uint8
     assert tuple(found[1, 2].tolist()) == expected, name
 
