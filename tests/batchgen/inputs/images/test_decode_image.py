@@ -111,7 +111,7 @@ def test_colours_of_other_kinds(
     try:
         Pillow.open(io.BytesIO(data)).load()
     except OSError:
-        pytest.skip(f"Pillow {Pillow.__version__} cannot read what it wrote")
+        pytest.skip("this version of Pillow cannot read what it wrote")
     found = pixels(data)
     assert found.shape == (4, 4, 3) and found.dtype == np.uint8
     assert tuple(found[1, 2].tolist()) == expected, name
