@@ -13,8 +13,9 @@ from triton.runtime import interpreter
 
 
 def hasten_interpreter() -> None:
-    """Keep what depends on a type alone, and compute nothing that is not looked at."""
-    if not hasattr(interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
+    """Keep what depends on a type alone, and compute nothing that is not looked at. Triton 3.6 gets
+    the constants in bfloat16 that it lacks."""
+    if not hasattr(interpreter.InterpreterBuilder, "get_bf16"):
         interpreter.InterpreterBuilder.get_bf16 = _bfloat16
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # a version of Triton that does otherwise

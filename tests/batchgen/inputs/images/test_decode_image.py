@@ -108,10 +108,11 @@ def test_colours_of_other_kinds(
     name: str, image: Pillow.Image, kind: str, expected: tuple[int, int, int]
 ) -> None:
     data = encoded(image, kind)
-    try:
-        Pillow.open(io.BytesIO(data)).load()
-    except OSError:
-        pytest.skip("this version of Pillow cannot read what it wrote")
+    if name == "YCbCr":
+        try:
+            Pillow.open(io.BytesIO(data)).load()
+        except OSError:
+            pytest.skip("this version of Pillow cannot read what it wrote")
     found = pixels(data)
     assert found.shape == (4, 4, 3) and found.dtype == np.uint8
     assert tuple(found[1, 2].tolist()) == expected, name
